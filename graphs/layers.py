@@ -1,0 +1,76 @@
+"""The layers every lowering shares. Attribute names are the checkpoint's, so no name map exists."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnxscript import OpBuilder, nn
+
+from qwen_onnx.config import QwenConfig
+from qwen_onnx.graphs.state import Precision
+
+
+def as_type(op: OpBuilder, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Cast where the type differs; no node where it does not."""
+    return value if value.dtype == dtype else op.Cast(value, to=dtype)
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias. Gemm reads the checkpoint's [out, in] layout without a transposed copy."""
+
+    def __init__(self, in_features: int, out_features: int, precision: Precision, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter([out_features, in_features], precision.weights)
+        self.bias = nn.Parameter([out_features], precision.weights) if bias else None
+        self.hidden = precision.hidden
+
+    def forward(self, op: OpBuilder, x_MD: ir.Value) -> ir.Value:
+        """[M, in] -> [M, out]."""
+        weight_FD = as_type(op, self.weight, self.hidden)
+        if self.bias is None:
+            return op.Gemm(x_MD, weight_FD, transB=1)
+        return op.Gemm(x_MD, weight_FD, as_type(op, self.bias, self.hidden), transB=1)
+
+
+class Embedding(nn.Module):
+    """Rows of the weight by token id."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, precision: Precision) -> None:
+        super().__init__()
+        self.weight = nn.Parameter([num_embeddings, embedding_dim], precision.weights)
+        self.hidden = precision.hidden
+
+    def forward(self, op: OpBuilder, ids_BS: ir.Value) -> ir.Value:
+        """[B, S] int64 -> [B, S, D]. Only the rows are cast, never the table."""
+        return as_type(op, op.Gather(self.weight, ids_BS), self.hidden)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467); the statistics are f32 whatever x is."""
+
+    def __init__(self, size: int, eps: float, precision: Precision) -> None:
+        super().__init__()
+        self.weight = nn.Parameter([size], precision.weights)
+        self.eps = eps
+        self.hidden = precision.hidden
+
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """[..., size] -> [..., size]."""
+        weight = as_type(op, self.weight, self.hidden)
+        return op.RMSNormalization(x, weight, axis=-1, epsilon=self.eps, stash_type=ir.DataType.FLOAT)
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: QwenConfig, precision: Precision) -> None:
+        super().__init__()
+        hidden, feed_forward = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(hidden, feed_forward, precision, bias=False)
+        self.up_proj = Linear(hidden, feed_forward, precision, bias=False)
+        self.down_proj = Linear(feed_forward, hidden, precision, bias=False)
+
+    def forward(self, op: OpBuilder, x_MD: ir.Value) -> ir.Value:
+        """[M, D] -> [M, D]."""
+        gate_MF = self.gate_proj(op, x_MD)
+        silu_MF = op.Mul(gate_MF, op.Sigmoid(gate_MF))
+        return self.down_proj(op, op.Mul(silu_MF, self.up_proj(op, x_MD)))

@@ -1,0 +1,109 @@
+"""The `static` lowering: ai.onnx 24 only, over a cache of fixed capacity that is written in place."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnxscript import GraphBuilder, OpBuilder
+
+from qwen_onnx.config import QwenConfig
+from qwen_onnx.contract import ATTENTION_MASK, BATCH, CAPACITY, LIVE, POSITION_IDS, SEQUENCE, WRITE_INDICES
+from qwen_onnx.graphs.attention import Attention
+from qwen_onnx.graphs.layers import RMSNorm, as_type
+from qwen_onnx.graphs.rotary import RotaryTables
+from qwen_onnx.graphs.state import KeyValue, Step
+
+# Finite, so that a row that may look at nothing (padding) averages garbage instead of dividing 0 by 0, and
+# far enough from f32's end that no score added to it becomes infinite.
+MASKED = -1e30
+
+
+class StaticAttention(Attention):
+    """Rotate, write into the cache, attend over its live part; all of it in f32 but the cache itself."""
+
+    def attend(
+        self, op: OpBuilder, q_MX: ir.Value, k_MX: ir.Value, v_MX: ir.Value, past: KeyValue, step: Step
+    ) -> tuple[ir.Value, KeyValue]:
+        """See Attention.attend."""
+        q_BNSH = self._rotated(op, self._heads(op, q_MX, step.query_shape, self.q_norm), step)
+        k_BKSH = self._rotated(op, self._heads(op, k_MX, step.key_shape, self.k_norm), step)
+        v_BKSH = self._heads(op, v_MX, step.key_shape, None)
+        key_BKCH = op.TensorScatter(
+            past.key_BKCH, as_type(op, k_BKSH, self.hidden), step.write_indices_B, axis=2
+        )
+        value_BKCH = op.TensorScatter(past.value_BKCH, v_BKSH, step.write_indices_B, axis=2)
+        y_BNSH = op.Attention(
+            q_BNSH, _live(op, key_BKCH, step), _live(op, value_BKCH, step), step.mask_B1ST, is_causal=0
+        )
+        y_MX = op.Reshape(op.Transpose(y_BNSH, perm=[0, 2, 1, 3]), [-1, self.query_size])
+        return as_type(op, y_MX, self.hidden), KeyValue(key_BKCH, value_BKCH)
+
+    def _heads(
+        self, op: OpBuilder, x_MX: ir.Value, shape: ir.Value | list[int], norm: RMSNorm | None
+    ) -> ir.Value:
+        x_BSNH = op.Reshape(x_MX, shape)
+        if norm is not None:
+            x_BSNH = norm(op, x_BSNH)
+        return op.Transpose(x_BSNH, perm=[0, 2, 1, 3])
+
+    def _rotated(self, op: OpBuilder, x_BNSH: ir.Value, step: Step) -> ir.Value:
+        x_BNSH = as_type(op, x_BNSH, ir.DataType.FLOAT)
+        return op.RotaryEmbedding(x_BNSH, step.cos_PH2, step.sin_PH2, step.position_ids_BS)
+
+
+def _live(op: OpBuilder, cache_BKCH: ir.Value, step: Step) -> ir.Value:
+    """Slots beyond the live length are never read, so they may hold anything; f32 for the scores."""
+    live_BKTH = op.Slice(cache_BKCH, [0], step.live_length, [2])
+    return as_type(op, live_BKTH, ir.DataType.FLOAT)
+
+
+class StaticLowering:
+    """Its inputs beside input_ids and the cache, and the Step that is made of them."""
+
+    name = "static"
+    opsets = {"": 24}  # noqa: RUF012 - read only
+    attention = StaticAttention
+    cache_length = CAPACITY
+
+    def begin(
+        self, builder: GraphBuilder, config: QwenConfig, rotary: RotaryTables, ids_BS: ir.Value
+    ) -> tuple[Step, ir.Value | None]:
+        """Declare the inputs and make the Step; also [B] int64, which of the S tokens is each row's last.
+
+        None stands for "there is one token a row": nothing to choose.
+        """
+        op, single = builder.op, ids_BS.shape is not None and ids_BS.shape[1] == 1
+        sequence = 1 if single else SEQUENCE
+        cos_PH2, sin_PH2 = rotary(op)
+        builder.push_module("step")
+        mask_BT = builder.input(ATTENTION_MASK, ir.DataType.INT64, [BATCH, LIVE])
+        position_ids_BS = builder.input(POSITION_IDS, ir.DataType.INT64, [BATCH, sequence])
+        write_indices_B = builder.input(WRITE_INDICES, ir.DataType.INT64, [BATCH])
+
+        live_length = op.Shape(mask_BT, start=1, end=2)
+        slot_T = op.Range(0, op.Squeeze(live_length), 1)
+        query_slot_BS = op.Unsqueeze(write_indices_B, [1])
+        last_B = None
+        if not single:
+            queries = op.Shape(ids_BS, start=1, end=2)
+            query_slot_BS = op.Add(query_slot_BS, op.Range(0, op.Squeeze(queries), 1))
+            last_slot_B = op.ReduceMax(op.Mul(mask_BT, slot_T), [1], keepdims=0)
+            last_B = op.Sub(last_slot_B, write_indices_B)
+            last_B = op.Max(op.Min(last_B, op.Sub(queries, 1)), 0)
+        not_later_BST = op.LessOrEqual(slot_T, op.Unsqueeze(query_slot_BS, [2]))
+        real_B1T = op.Unsqueeze(op.Cast(mask_BT, to=ir.DataType.BOOL), [1])
+        mask_BST = op.Where(op.And(not_later_BST, real_B1T), 0.0, MASKED)
+
+        ids_shape = None if single else op.Shape(ids_BS)
+        heads, kv_heads, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        step = Step(
+            position_ids_BS=position_ids_BS,
+            write_indices_B=write_indices_B,
+            live_length=live_length,
+            mask_B1ST=op.Unsqueeze(mask_BST, [1]),
+            query_shape=[-1, 1, heads, head] if single else op.Concat(ids_shape, [heads, head], axis=0),
+            key_shape=[-1, 1, kv_heads, head] if single else op.Concat(ids_shape, [kv_heads, head], axis=0),
+            cos_PH2=cos_PH2,
+            sin_PH2=sin_PH2,
+        )
+        builder.pop_module()
+        return step, last_B

@@ -1,0 +1,84 @@
+"""Qwen checkpoints to ONNX graphs, and a runner for them on ONNX Runtime.
+
+from qwen_onnx import export, load
+
+export("Qwen/Qwen2.5-0.5B-Instruct", "qwen-f32")
+chat = load("qwen-f32")
+for token in chat.generate([{"role": "user", "content": "Hello!"}], max_new_tokens=100):
+    print(token.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen_onnx.errors import NonFiniteLogitsError, UserError
+
+if TYPE_CHECKING:
+    from qwen_onnx.exporter import ExportSummary
+    from qwen_onnx.runners.chat import Chat
+
+__all__ = ["NonFiniteLogitsError", "UserError", "export", "load"]
+
+
+def export(
+    model: str | Path,
+    out: str | Path | None = None,
+    *,
+    dtype: str = "f32",
+    revision: str | None = None,
+    max_context: int | None = None,
+    link: bool = False,
+    force: bool = False,
+) -> ExportSummary:
+    """Export a checkpoint to an ONNX folder; the options are those of `qwen-onnx export`.
+
+    Args:
+        model: a Hub id, a checkpoint folder, or `tiny`.
+        out: the folder to make; default `./NAME-DTYPE`.
+        dtype: `f32`, `f16` or `bf16`.
+        revision: branch, tag or commit of a Hub id.
+        max_context: positions the export is made for; default the model's own context length.
+        link: hard-link the weights instead of copying them; only where no byte changes.
+        force: replace an earlier export at `out`.
+
+    Raises:
+        UserError: anything wrong with the model or the output, in one line; `out` is then as it was.
+    """
+    from qwen_onnx.exporter import export_model  # here, because it imports onnxscript
+
+    return export_model(
+        str(model),
+        None if out is None else Path(out),
+        dtype=dtype,
+        revision=revision,
+        max_context=max_context,
+        link=link,
+        force=force,
+    )
+
+
+def load(
+    path: str | Path,
+    *,
+    provider: str = "auto",
+    threads: int | None = None,
+    max_context: int | None = None,
+) -> Chat:
+    """Open an exported folder.
+
+    Args:
+        path: a folder made by `export`.
+        provider: `auto`, `cpu`, `cuda` or `tensorrt`.
+        threads: cores to compute on; default all that this process may use.
+        max_context: use fewer positions than the export holds.
+
+    Raises:
+        UserError: not an export, damaged, or the provider does not start; in one line.
+    """
+    from qwen_onnx.runners.chat import Chat  # here, because it imports onnxruntime
+    from qwen_onnx.runners.runner import Runner
+    from qwen_onnx.runners.session import SessionOptions
+
+    return Chat(Runner(Path(path), SessionOptions(provider, threads), max_context=max_context))

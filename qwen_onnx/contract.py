@@ -1,0 +1,212 @@
+"""What an exported folder promises: names of inputs, outputs and files, and the manifest that lists them.
+
+Graphs are built to these names and runners read them; nothing else is shared between the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qwen_onnx.errors import UserError
+from qwen_onnx.jsonfile import read_json
+
+T = TypeVar("T")
+
+FORMAT_VERSION = 1
+MIN_ONNXRUNTIME = "1.31"
+MANIFEST_FILE = "export.json"
+WEIGHTS_FILE = "weights.safetensors"
+EXTRA_FILE = "extra.safetensors"
+"""Made tensors, when the checkpoint's own files are linked instead of rewritten."""
+
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+INPUT_IDS = "input_ids"
+ATTENTION_MASK = "attention_mask"
+POSITION_IDS = "position_ids"
+WRITE_INDICES = "write_indices"
+LOGITS = "logits"
+
+BATCH = "batch_size"
+SEQUENCE = "sequence_length"
+LIVE = "total_sequence_length"
+CAPACITY = "cache_capacity"
+
+GROW_FROM = "cache"
+GROW_INTO = "larger"
+GROW_RESULT = "grown"
+LARGER_CAPACITY = "larger_capacity"
+
+
+def past_names(layers: int) -> list[str]:
+    """Inputs holding the cache, layer by layer, key before value."""
+    return [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
+
+
+def present_names(layers: int) -> list[str]:
+    """Outputs holding the cache with the new tokens in it, in the order of `past_names`."""
+    return [f"present.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A graph input or output."""
+
+    name: str
+    dtype: str
+    """int64, float32, float16 or bfloat16."""
+    shape: tuple[int | str, ...]
+    """A name stands for a length that may differ from run to run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphSpec:
+    """One .onnx file of an export."""
+
+    file: str
+    entry: str
+    """`prefill` (any number of tokens), `decode` (one token), `grow` (a cache buffer into a larger one)."""
+    lowering: str
+    providers: tuple[str, ...]
+    """Short names (`cpu`, `cuda`) of the providers this file is meant for."""
+    opsets: dict[str, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSpec:
+    """Size in bytes and sha256, lower-case hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """Greedy ids recorded on the CPU provider, for `check` to compare other machines with."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    margins: tuple[float, ...]
+    """Best logit minus second best, at each step: how near each choice was."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content of export.json."""
+
+    format_version: int
+    model_id: str
+    revision: str | None
+    architecture: str
+    dtype: str
+    """f32, f16 or bf16: of the weights, and of the cache where the graph computes in it."""
+    vocab_size: int
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    context_length: int
+    """Rows of the rotary tables: no position at or beyond it can be computed."""
+    eos_token_ids: tuple[int, ...]
+    min_onnxruntime: str
+    packages: dict[str, str]
+    graphs: tuple[GraphSpec, ...]
+    files: dict[str, FileSpec]
+    golden: Golden | None = None
+
+    def graph(self, entry: str, provider: str) -> GraphSpec:
+        """The graph that serves `entry` on `provider`.
+
+        Raises:
+            UserError: the export has none.
+        """
+        for graph in self.graphs:
+            if graph.entry == entry and provider in graph.providers:
+                return graph
+        known = sorted({provider for graph in self.graphs for provider in graph.providers})
+        raise UserError(
+            f"this export has no {entry} graph for {provider}; it has graphs for {', '.join(known)}"
+        )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read export.json.
+
+    Raises:
+        UserError: not an export, of another format version, or malformed.
+    """
+    path = folder / MANIFEST_FILE
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such export folder; make one with `qwen-onnx export`")
+    if not path.exists():
+        raise UserError(
+            f"{folder}: not an export, {MANIFEST_FILE} is missing; make one with `qwen-onnx export`"
+        )
+    raw = read_json(path)
+    if raw.get("format_version") != FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format_version {raw.get('format_version')!r} found, this version reads {FORMAT_VERSION}; "
+            "export the model again"
+        )
+    try:
+        manifest = from_json(Manifest, raw)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: malformed ({error}); export the model again") from None
+    for name in [*manifest.files, *(graph.file for graph in manifest.graphs)]:
+        if not name or Path(name).name != name or "\\" in name:
+            raise UserError(f"{path}: {name!r} is not a plain file name")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write export.json, whole or not at all."""
+    path = folder / MANIFEST_FILE
+    beside = path.with_suffix(".json.new")
+    beside.write_text(json.dumps(dataclasses.asdict(manifest), indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def from_json(kind: type[T], value: object) -> T:
+    """A JSON value as the dataclass `kind`, every field of it checked against its annotation.
+
+    Raises:
+        TypeError: a field is missing or of another type.
+    """
+    built: T = _build(kind, value)
+    return built
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """A JSON value as the annotated type: dataclasses, tuples, dicts, optionals, unions and scalars."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise TypeError(f"{kind} wants an object, found {value!r}")
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _build(hints[name], value[name]) for name in hints if name in value})  # type: ignore[operator]
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"a list is wanted, found {value!r}")
+        return tuple(_build(args[0], item) for item in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise TypeError(f"an object is wanted, found {value!r}")
+        return {key: _build(args[1], item) for key, item in value.items()}
+    if origin is types.UnionType:
+        if value is None and types.NoneType in args:
+            return None
+        kinds = [arg for arg in args if arg is not types.NoneType]
+        if len(kinds) == 1:
+            return _build(kinds[0], value)
+        kind = tuple(kinds)
+    elif kind is float:
+        kind = (int, float)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{kind} wanted, found {value!r}")
+    return value

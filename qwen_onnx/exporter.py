@@ -1,0 +1,312 @@
+"""A checkpoint into an exported folder: verify everything, then write weights, graphs and manifest beside OUT."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from qwen_onnx import contract
+from qwen_onnx.checkpoint import Checkpoint, open_checkpoint
+from qwen_onnx.config import QwenConfig
+from qwen_onnx.contract import FileSpec, Golden, GraphSpec, Manifest, TensorSpec
+from qwen_onnx.errors import UserError
+from qwen_onnx.graphs.build import StoredParameter, build_decoder, build_grow, parameters, save_graph
+from qwen_onnx.graphs.state import Precision
+from qwen_onnx.graphs.static import StaticLowering
+from qwen_onnx.hub import ModelSource, resolve_model
+from qwen_onnx.jsonfile import read_json
+from qwen_onnx.runners.chat_template import ChatTemplate
+from qwen_onnx.runners.stop_ids import stop_ids
+from qwen_onnx.runners.tokenizer import Tokenizer
+from qwen_onnx.staging import refuse_output, staged_folder
+from qwen_onnx.weights import arrange, converted, rotary_tensors, stored_parameters, write_safetensors
+
+SIDE_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "LICENSE",
+)  # fmt: skip
+_STORED_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+_IR_DTYPES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+_GOLDEN_FILE = "golden.json"
+_PACKAGES = ("qwen-onnx", "numpy", "onnx", "onnx-ir", "onnxscript", "ml_dtypes")
+
+
+class GraphPlan(NamedTuple):
+    """A graph file to be written."""
+
+    file: str
+    entry: str
+    precision: Precision
+    providers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportSummary:
+    """What an export made, and what it took."""
+
+    folder: Path
+    manifest: Manifest
+    notes: tuple[str, ...]
+    seconds: float
+    peak_memory: int | None
+    """Largest resident size of the process, in bytes; None where the system does not say."""
+
+
+def export_model(
+    model: str,
+    out: Path | None = None,
+    *,
+    dtype: str = "f32",
+    revision: str | None = None,
+    max_context: int | None = None,
+    link: bool = False,
+    force: bool = False,
+    progress: Callable[[int, int], None] = lambda written, total: None,
+) -> ExportSummary:
+    """Export a Hub id, a local checkpoint folder or `tiny` to the folder `out` (default `./NAME-DTYPE`).
+
+    Args:
+        max_context: rows of the rotary tables; default the model's own context length.
+        link: hard-link the checkpoint's files instead of copying them; only where no byte changes.
+        force: replace an earlier export at `out`.
+        progress: called with weight bytes written so far and in all.
+
+    Raises:
+        UserError: anything wrong with the model or the output; `out` is then as it was.
+    """
+    started = time.perf_counter()
+    if dtype not in contract.DTYPES:
+        raise UserError(f"dtype {dtype!r} is not known; choose f32, f16 or bf16")
+    source = resolve_model(model, revision=revision)
+    out = out or Path(f"{source.name}-{dtype}")
+    refuse_output(out, force=force, keep=source.folder)
+    checkpoint = open_checkpoint(source.folder)
+    positions = _positions(checkpoint.config, max_context)
+    text = _read_text_side(source.folder, checkpoint.config)
+    try:
+        with staged_folder(out, force=force, keep=source.folder) as folder:
+            writer = _Writer(folder, checkpoint, dtype, positions, progress)
+            if link:
+                writer.link_weights()
+            else:
+                writer.write_weights()
+            writer.write_graphs()
+            writer.copy_side_files()
+            manifest = _manifest(source, writer, text.eos_token_ids)
+            contract.write_manifest(folder, manifest)
+    except OSError as error:
+        raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
+    notes = (*checkpoint.notes, *text.notes)
+    return ExportSummary(out, manifest, notes, time.perf_counter() - started, _peak_memory())
+
+
+def graph_plans(dtype: str) -> list[GraphPlan]:
+    """The graph files of an export. The CPU provider cannot multiply bf16, so bf16 has f32-computing twins."""
+    kind = _IR_DTYPES[dtype]
+    own, entries = Precision(kind, kind), ("prefill", "decode", "grow")
+    if dtype != "bf16":
+        return [GraphPlan(f"{entry}.onnx", entry, own, ("cpu", "cuda")) for entry in entries]
+    on_cpu = Precision(kind, ir.DataType.FLOAT)
+    return [
+        *(GraphPlan(f"{entry}.onnx", entry, own, ("cuda",)) for entry in entries),
+        *(GraphPlan(f"{entry}.cpu.onnx", entry, on_cpu, ("cpu",)) for entry in entries),
+    ]
+
+
+def build_planned(plan: GraphPlan, config: QwenConfig, positions: int) -> ir.Model:
+    """The graph of one plan, its weights declared and not loaded."""
+    if plan.entry == "grow":
+        return build_grow(config, plan.precision.hidden)
+    single = plan.entry == "decode"
+    return build_decoder(config, plan.precision, StaticLowering(), positions=positions, single=single)
+
+
+class _TextSide(NamedTuple):
+    eos_token_ids: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+class _Writer:
+    """One export in the making: its folder, what lies in it so far, and where each tensor went."""
+
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        dtype: str,
+        positions: int,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.folder, self.checkpoint, self.dtype, self.positions = folder, checkpoint, dtype, positions
+        self.files: dict[str, FileSpec] = {}
+        self.graphs: list[GraphSpec] = []
+        self.places: dict[str, StoredParameter] = {}
+        self._progress = progress
+        self._models = [
+            (plan, build_planned(plan, checkpoint.config, positions)) for plan in graph_plans(dtype)
+        ]
+        self._rotary = rotary_tensors(checkpoint.config, positions)
+        _match_tensors(self._models[0][1], checkpoint, {tensor.name for tensor in self._rotary})
+
+    def write_weights(self) -> None:
+        stored = _STORED_DTYPES[self.dtype]
+        tensors = [converted(tensor, stored) for tensor in self.checkpoint.tensors.values()]
+        self._write_file(contract.WEIGHTS_FILE, arrange([*tensors, *self._rotary]))
+
+    def link_weights(self) -> None:
+        stored = _STORED_DTYPES[self.dtype]
+        tensors = self.checkpoint.tensors
+        if other := next((tensor for tensor in tensors.values() if tensor.dtype != stored), None):
+            raise UserError(
+                f"--link: {other.file.name} holds {other.name} as {other.dtype.lower()}, not {self.dtype}; "
+                "its bytes would change, so drop --link or choose that dtype"
+            )
+        for file in sorted({tensor.file for tensor in tensors.values()}):
+            # The Hub's cache is made of symlinks, and ONNX Runtime follows none out of the folder.
+            os.link(file.resolve(), self.folder / file.name)
+            self.files[file.name] = _hash_file(self.folder / file.name)
+        self.places |= stored_parameters(tensors)
+        self._write_file(contract.EXTRA_FILE, self._rotary)
+
+    def _write_file(self, name: str, tensors: list) -> None:
+        total = sum(tensor.nbytes for tensor in tensors)
+        free = shutil.disk_usage(self.folder).free
+        if total > free:
+            raise UserError(f"{self.folder.parent}: {free:,} bytes are free, the weights need {total:,}")
+        written = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal written
+            written += nbytes
+            self._progress(written, total)
+
+        spec, places = write_safetensors(self.folder / name, tensors, progress=count)
+        self.files[name] = spec
+        self.places |= places
+
+    def write_graphs(self) -> None:
+        for plan, model in self._models:
+            path = self.folder / plan.file
+            save_graph(model, path, self.places)
+            self.files[plan.file] = _hash_file(path)
+            self.graphs.append(_graph_spec(plan, model))
+
+    def copy_side_files(self) -> None:
+        for name in SIDE_FILES:
+            if (file := self.checkpoint.folder / name).is_file():
+                shutil.copyfile(file, self.folder / name)
+                self.files[name] = _hash_file(self.folder / name)
+
+
+def _positions(config: QwenConfig, max_context: int | None) -> int:
+    if max_context is None:
+        return config.context_length
+    if not 0 < max_context <= config.context_length:
+        raise UserError(f"--max-context {max_context}: the model has {config.context_length} positions")
+    return max_context
+
+
+def _match_tensors(model: ir.Model, checkpoint: Checkpoint, made: set[str]) -> None:
+    """Every parameter has its tensor, of its shape and a float type, and no tensor is left over."""
+    wanted = {name: value for name, value in parameters(model).items() if name not in made}
+    found = checkpoint.tensors
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise UserError(f"{checkpoint.folder}: {len(missing)} tensors are missing: {_some(missing)}")
+    if surplus := sorted(found.keys() - wanted.keys()):
+        file = found[surplus[0]].file
+        raise UserError(
+            f"{file}: {len(surplus)} tensors that config.json does not describe: {_some(surplus)}"
+        )
+    for name, value in wanted.items():
+        tensor, shape = found[name], tuple(value.shape.numpy()) if value.shape else ()
+        if tensor.shape != shape:
+            raise UserError(
+                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json wants {list(shape)}"
+            )
+        if tensor.dtype not in _STORED_DTYPES.values():
+            raise UserError(f"{tensor.file}: tensor {name} is {tensor.dtype}; wanted F32, F16 or BF16")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _read_text_side(folder: Path, config: QwenConfig) -> _TextSide:
+    """The tokenizer must fit the embedding, and the ids that end an answer must be readable now, not later."""
+    if not (folder / "tokenizer.json").exists():
+        return _TextSide((), (f"{folder}: no tokenizer.json; the export runs with --prompt-ids only",))
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.size > config.vocab_size:
+        raise UserError(
+            f"{folder / 'tokenizer.json'}: has ids up to {tokenizer.size - 1}, the embedding only "
+            f"{config.vocab_size} rows"
+        )
+    template = ChatTemplate.from_folder(folder)
+    notes = () if template else (f"{folder}: no chat template; use `run --raw`",)
+    return _TextSide(tuple(sorted(stop_ids(folder, tokenizer, template))), notes)
+
+
+def _graph_spec(plan: GraphPlan, model: ir.Model) -> GraphSpec:
+    def specs(values: list[ir.Value]) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(
+                value.name or "",
+                ir.DataType(value.dtype or 0).numpy().name,
+                tuple(dim if isinstance(dim, int) else str(dim) for dim in value.shape or ()),
+            )
+            for value in values
+        )
+
+    graph = model.graph
+    return GraphSpec(
+        plan.file, plan.entry, StaticLowering.name, plan.providers, dict(graph.opset_imports),
+        specs(list(graph.inputs)), specs(list(graph.outputs)),
+    )  # fmt: skip
+
+
+def _manifest(source: ModelSource, writer: _Writer, eos_token_ids: tuple[int, ...]) -> Manifest:
+    config = writer.checkpoint.config
+    golden = source.folder / _GOLDEN_FILE
+    return Manifest(
+        format_version=contract.FORMAT_VERSION,
+        model_id=source.model_id,
+        revision=source.revision,
+        architecture=config.architecture,
+        dtype=writer.dtype,
+        vocab_size=config.vocab_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        context_length=writer.positions,
+        eos_token_ids=eos_token_ids,
+        min_onnxruntime=contract.MIN_ONNXRUNTIME,
+        packages={name: importlib.metadata.version(name) for name in _PACKAGES},
+        graphs=tuple(writer.graphs),
+        files=dict(sorted(writer.files.items())),
+        golden=contract.from_json(Golden, read_json(golden)) if golden.exists() else None,
+    )
+
+
+def _hash_file(path: Path) -> FileSpec:
+    with path.open("rb") as file:
+        return FileSpec(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _peak_memory() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,174 @@
+"""Writes the weights of an export: one safetensors file, tensor by tensor, converted in pieces.
+
+Memory stays at a few pieces whatever the model's size, and the sha256 is taken from the bytes as they pass.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from qwen_onnx.checkpoint import FLOAT_DTYPES, StoredTensor
+from qwen_onnx.config import QwenConfig
+from qwen_onnx.contract import FileSpec
+from qwen_onnx.errors import UserError
+from qwen_onnx.graphs.build import StoredParameter
+from qwen_onnx.graphs.rotary import rotary_rows
+
+PAGE = 4096
+PIECE = 8 << 20  # bytes read, converted and written at a time
+
+# Tensors of one layer that later graphs read as one packed matrix; they must lie next to each other.
+_PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+Pieces = Callable[[], Iterator[bytes | memoryview]]
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputTensor:
+    """A tensor of the file to be written, and where its bytes come from."""
+
+    name: str
+    dtype: str
+    """F32, F16 or BF16."""
+    shape: tuple[int, ...]
+    pieces: Pieces
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * FLOAT_DTYPES[self.dtype].itemsize
+
+
+def converted(tensor: StoredTensor, dtype: str) -> OutputTensor:
+    """A checkpoint's tensor in another float type; where the types are equal, its bytes untouched."""
+    if tensor.dtype == dtype:
+        return OutputTensor(tensor.name, dtype, tensor.shape, lambda: tensor.chunks(PIECE))
+    return OutputTensor(tensor.name, dtype, tensor.shape, lambda: _converted_pieces(tensor, dtype))
+
+
+def rotary_tensors(config: QwenConfig, positions: int) -> list[OutputTensor]:
+    """The cos and sin tables, f32 [positions, head_dim / 2] each, made a few rows at a time."""
+    width = config.head_dim // 2
+    rows = max(1, PIECE // (width * 8))
+
+    def pieces(which: int) -> Iterator[bytes]:
+        for start in range(0, positions, rows):
+            yield rotary_rows(config, start, min(start + rows, positions))[which].tobytes()
+
+    return [
+        OutputTensor(f"rotary.{name}", "F32", (positions, width), lambda which=which: pieces(which))  # type: ignore[misc]
+        for which, name in enumerate(("cos", "sin"))
+    ]
+
+
+def arrange(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
+    """Order of the file: what is packed together stays together, and all that can begin on a page does.
+
+    Groups made of whole pages come first; since the data section begins on a page, each of them does.
+    """
+    groups: dict[str, list[OutputTensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(_group(tensor.name), []).append(tensor)
+    for group in groups.values():
+        group.sort(key=lambda tensor: _rank(tensor.name))
+    whole = [group for group in groups.values() if all(tensor.nbytes % PAGE == 0 for tensor in group)]
+    rest = [group for group in groups.values() if any(tensor.nbytes % PAGE for tensor in group)]
+    return list(itertools.chain(*whole, *rest))
+
+
+def write_safetensors(
+    path: Path, tensors: Iterable[OutputTensor], *, progress: Callable[[int], None] = lambda _: None
+) -> tuple[FileSpec, dict[str, StoredParameter]]:
+    """Write the file in the given order; its header is padded so that the data begins on a page.
+
+    Args:
+        progress: called with the number of bytes just written.
+
+    Returns:
+        size and hash, and where each tensor lies.
+
+    Raises:
+        UserError: a value that the new type cannot hold, or a source that changed meanwhile.
+        OSError: from the file system.
+    """
+    tensors = list(tensors)
+    header = _header(tensors)
+    places, offset = {}, len(header)
+    for tensor in tensors:
+        places[tensor.name] = StoredParameter(path.name, offset, tensor.nbytes)
+        offset += tensor.nbytes
+    sha256 = hashlib.sha256(header)
+    with path.open("wb") as file, concurrent.futures.ThreadPoolExecutor(1) as hashing:
+        file.write(header)
+        for tensor in tensors:
+            pending = None
+            for piece in tensor.pieces():
+                if pending is not None:
+                    pending.result()
+                pending = hashing.submit(sha256.update, piece)  # beside the write and the next conversion
+                file.write(piece)
+                progress(len(piece))
+            if pending is not None:
+                pending.result()
+    return FileSpec(offset, sha256.hexdigest()), places
+
+
+def stored_parameters(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredParameter]:
+    """Where linked tensors lie: in the checkpoint's own files, under their own names."""
+    return {
+        name: StoredParameter(tensor.file.name, tensor.offset, tensor.nbytes)
+        for name, tensor in tensors.items()
+    }
+
+
+def _header(tensors: Sequence[OutputTensor]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.nbytes
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padded = -(-(8 + len(text)) // PAGE) * PAGE
+    return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
+
+
+def _group(name: str) -> str:
+    *parents, module, kind = name.split(".") if name.count(".") > 1 else ("", name, "")
+    for packed in _PACKED:
+        if module in packed:
+            return ".".join([*parents, packed[0], kind])
+    return name
+
+
+def _rank(name: str) -> int:
+    module = name.split(".")[-2]
+    return next((packed.index(module) for packed in _PACKED if module in packed), 0)
+
+
+def _converted_pieces(tensor: StoredTensor, dtype: str) -> Iterator[memoryview]:
+    source, target = FLOAT_DTYPES[tensor.dtype], FLOAT_DTYPES[dtype]
+    for piece in tensor.chunks(PIECE // 4 * source.itemsize):
+        values = np.frombuffer(piece, source)
+        if source == ml_dtypes.bfloat16:  # by bits: exact, and several times faster than astype
+            values = (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(over="ignore"):  # counted below, with the tensor's name
+            result = values.astype(target, copy=False)
+        if target.itemsize == 2 and (lost := np.isinf(result) & np.isfinite(values)).any():
+            worst = np.abs(values[lost].astype(np.float64)).max()
+            raise UserError(
+                f"{tensor.file}: tensor {tensor.name} holds {worst:.3g}, more than {dtype.lower()} can; "
+                "use f32, or bf16 if it fits"
+            )
+        yield memoryview(result.view(np.uint8))

@@ -1,0 +1,143 @@
+"""The model as people use it: messages or ids in, tokens with text and timings out."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from qwen_onnx.errors import UserError
+from qwen_onnx.runners.chat_template import ChatTemplate
+from qwen_onnx.runners.detokenizer import StreamDetokenizer
+from qwen_onnx.runners.generate import FinishReason, GenerationOptions, generate_ids
+from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
+
+Message = Mapping[str, object]
+"""A chat message: `role` (system, user, assistant) and `content`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """One generated token."""
+
+    token_id: int
+    text: str
+    """What became certain with it; may be empty, and holds more than one token's bytes after a held-back one."""
+    finish_reason: FinishReason | None
+    """None while the answer goes on."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt's tokens, those an earlier turn had left in the cache."""
+    ttft_ms: float
+    """Time to first token: from the call to the first token, in milliseconds."""
+    tokens_per_s: float | None
+    """Decoding speed so far, the first token (which is prefill) not counted; None at the first."""
+    top_logits: tuple[tuple[int, float], ...] = ()
+
+
+class Chat:
+    """An exported model with its tokenizer, chat template and the cache of the conversation so far.
+
+    One conversation at a time: each call reuses what the cache shares with the new prompt.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        """`qwen_onnx.load` makes one of a folder."""
+        folder = runner.folder
+        self.runner = runner
+        has_tokenizer = (folder / TOKENIZER_FILE).exists()
+        self.tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
+        self.template = ChatTemplate.from_folder(folder) if has_tokenizer else None
+        self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
+        self._cache = runner.new_cache()
+
+    @property
+    def context_used(self) -> int:
+        """Slots of the cache in use."""
+        return self._cache.length
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache as it is now."""
+        return self._cache.nbytes
+
+    def prompt_ids(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
+        """Token ids of a raw text, of ids (as they are), or of messages under the chat template.
+
+        Raises:
+            UserError: the export has no tokenizer or template, or they refuse the input.
+        """
+        if isinstance(prompt, str):
+            return self._tokenizer().encode(prompt)
+        ids = [item for item in prompt if isinstance(item, int | np.integer)]
+        if len(ids) == len(prompt):
+            return [int(token_id) for token_id in ids]
+        messages = [item for item in prompt if isinstance(item, Mapping)]
+        if len(messages) != len(prompt):
+            raise UserError("a prompt is a text, a list of token ids or a list of messages, not a mixture")
+        if self.template is None:
+            raise UserError(f"{self.runner.folder}: has no chat template; give raw text or token ids")
+        return self._tokenizer().encode(self.template.render(messages), add_special_tokens=False)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        *,
+        max_new_tokens: int | None = None,
+        ignore_eos: bool = False,
+        top_logits: int = 0,
+    ) -> Iterator[Token]:
+        """Greedy tokens after a raw text, token ids or chat messages.
+
+        Args:
+            max_new_tokens: None for "until the model ends or the context is full".
+            ignore_eos: go on after an end token.
+            top_logits: how many of the best ids and logits each token carries.
+
+        Raises:
+            UserError: an unusable prompt, or one longer than the context; before any compute.
+            NonFiniteLogitsError: the model computed NaN or infinity.
+        """
+        started = time.perf_counter()
+        prompt_ids = self.prompt_ids(prompt)
+        cached = self._cache.shared_prefix(prompt_ids[:-1])
+        size = self.runner.manifest.vocab_size
+        holes = np.empty(0, np.int64)
+        detokenizer = None
+        if self.tokenizer is not None:
+            size, holes = min(size, self.tokenizer.size), self.tokenizer.holes
+            detokenizer = StreamDetokenizer(self.tokenizer)
+        steps = generate_ids(
+            self.runner,
+            self._cache,
+            prompt_ids,
+            GenerationOptions(max_new_tokens, ignore_eos, top_logits),
+            eos_token_ids=self.eos_token_ids,
+            size=size,
+            holes=holes,
+        )
+        first = 0.0
+        for made, step in enumerate(steps, start=1):
+            now = time.perf_counter()
+            first = first or now
+            text = detokenizer.push(step.token_id) if detokenizer else ""
+            if step.finish_reason is not None and detokenizer:
+                text += detokenizer.flush()
+            yield Token(
+                token_id=step.token_id,
+                text=text,
+                finish_reason=step.finish_reason,
+                prompt_tokens=len(prompt_ids),
+                cached_tokens=cached,
+                ttft_ms=1e3 * (first - started),
+                tokens_per_s=(made - 1) / (now - first) if made > 1 else None,
+                top_logits=step.top_logits,
+            )
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}; give token ids")
+        return self.tokenizer

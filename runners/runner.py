@@ -1,0 +1,166 @@
+"""Prefill and decode: one session, I/O bound to buffers that stay on the device; only logits come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qwen_onnx import contract
+from qwen_onnx.contract import Manifest, read_manifest
+from qwen_onnx.errors import NonFiniteLogitsError, UserError
+from qwen_onnx.runners.kv_cache import KVCache
+from qwen_onnx.runners.session import (
+    SessionOptions,
+    choose_provider,
+    first_line,
+    import_onnxruntime,
+    open_session,
+    verify_sizes,
+)
+
+PREFILL_CHUNK = 512
+"""Tokens of a prompt computed at a time, so that memory does not grow with the prompt."""
+
+
+class Runner:
+    """An exported model, ready to compute logits.
+
+    One graph with a free number of tokens serves prefill and decode, so the weights are in memory once.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: SessionOptions | None = None,
+        *,
+        max_context: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        """Open an exported folder.
+
+        Raises:
+            UserError: not an export, damaged, or the provider does not start.
+        """
+        options = options or SessionOptions()
+        self.folder, self.manifest = folder, read_manifest(folder)
+        self.provider = choose_provider(options.provider, self.manifest, folder)
+        self.context_length = _context(self.manifest, max_context)
+        graph = self.manifest.graph("prefill", self.provider)
+        grow = self.manifest.graph("grow", self.provider)
+        verify_sizes(folder, self.manifest, graph)
+        self._session = open_session(folder / graph.file, self.provider, options)
+        self._grow_session = open_session(folder / grow.file, self.provider, options)
+        self._device = "cpu" if self.provider == "cpu" else "cuda"
+        self._prefill_chunk = prefill_chunk
+        layers = self.manifest.num_hidden_layers
+        self._past, self._present = contract.past_names(layers), contract.present_names(layers)
+        self._cache_spec = next(spec for spec in graph.inputs if spec.name == self._past[0])
+
+    def new_cache(self, *, batch_size: int = 1) -> KVCache:
+        """An empty cache for `batch_size` sequences; it grows up to the context length."""
+        return KVCache(
+            self._cache_spec, len(self._past), self._device, batch_size=batch_size, limit=self.context_length
+        )
+
+    def prefill(
+        self,
+        cache: KVCache,
+        input_ids: NDArray[np.int64],
+        attention_mask: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.float32]:
+        """Append tokens to the cache, a chunk at a time; the f32 logits [batch, vocab] after the last one.
+
+        Args:
+            input_ids: int64 [batch, S].
+            attention_mask: int64 [batch, S], 0 for padding on the left; None when nothing is padding.
+
+        Raises:
+            UserError: an id outside the embedding, or more tokens than the context holds; before any compute.
+            NonFiniteLogitsError: the model computed NaN or infinity.
+        """
+        input_ids = np.ascontiguousarray(input_ids, np.int64)
+        if input_ids.ndim != 2 or input_ids.shape[0] != cache.batch_size or not input_ids.shape[1]:
+            raise ValueError(f"input_ids [{cache.batch_size}, S > 0] wanted, found {list(input_ids.shape)}")
+        mask = np.ones_like(input_ids) if attention_mask is None else np.asarray(attention_mask, np.int64)
+        self._verify(cache, input_ids)
+        for start in range(0, input_ids.shape[1], self._prefill_chunk):
+            chunk = slice(start, start + self._prefill_chunk)
+            logits = self._step(cache, input_ids[:, chunk], mask[:, chunk])
+        return _finite(logits)
+
+    def decode(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Append one token a row, int64 [batch, 1]; the logits after it. Raises as `prefill` does."""
+        self._verify(cache, input_ids)
+        return _finite(self._step(cache, input_ids, np.ones_like(input_ids)))
+
+    def _verify(self, cache: KVCache, input_ids: NDArray[np.int64]) -> None:
+        low, high, vocab = int(input_ids.min()), int(input_ids.max()), self.manifest.vocab_size
+        if low < 0 or high >= vocab:
+            raise UserError(f"token id {low if low < 0 else high} is outside the embedding's {vocab} rows")
+        if cache.length + input_ids.shape[1] > self.context_length:
+            raise UserError(
+                f"{cache.length + input_ids.shape[1]} tokens found, the context holds {self.context_length}"
+            )
+
+    def _step(
+        self, cache: KVCache, input_ids: NDArray[np.int64], mask: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        start, batch = cache.length, cache.batch_size
+        cache.append(input_ids, mask, self._grow)
+        live = np.ascontiguousarray(cache.mask)
+        # A row's positions count its own tokens; padding gets some valid row of the tables.
+        positions = np.maximum(np.cumsum(live, axis=1)[:, start:] - 1, 0)
+        feeds = {
+            contract.INPUT_IDS: np.ascontiguousarray(input_ids),
+            contract.ATTENTION_MASK: live,
+            contract.POSITION_IDS: np.ascontiguousarray(positions),
+            contract.WRITE_INDICES: np.full(batch, start, np.int64),
+        }
+        logits = np.empty((batch, 1, self.manifest.vocab_size), np.float32)
+        ort_value = import_onnxruntime().OrtValue
+        binding = self._session.io_binding()
+        for name, array in feeds.items():
+            binding.bind_ortvalue_input(name, ort_value.ortvalue_from_numpy(array))
+        for past, present, buffer in zip(self._past, self._present, cache.buffers, strict=True):
+            binding.bind_ortvalue_input(past, buffer)
+            binding.bind_ortvalue_output(present, buffer)  # the same buffer: written in place
+        binding.bind_ortvalue_output(contract.LOGITS, ort_value.ortvalue_from_numpy(logits))
+        try:
+            _run(self._session, binding)
+        except BaseException:
+            cache.truncate(start)
+            raise
+        return logits[:, 0]
+
+    def _grow(self, small: Any, large: Any) -> None:
+        binding = self._grow_session.io_binding()
+        binding.bind_ortvalue_input(contract.GROW_FROM, small)
+        binding.bind_ortvalue_input(contract.GROW_INTO, large)
+        binding.bind_ortvalue_output(contract.GROW_RESULT, large)
+        _run(self._grow_session, binding)
+
+
+def _context(manifest: Manifest, max_context: int | None) -> int:
+    if max_context is None:
+        return manifest.context_length
+    if not 0 < max_context <= manifest.context_length:
+        raise UserError(f"--max-context {max_context}: this export holds {manifest.context_length} positions")
+    return max_context
+
+
+def _run(session: Any, binding: Any) -> None:
+    try:
+        session.run_with_iobinding(binding)
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        raise UserError(f"ONNX Runtime failed: {first_line(error)}") from None
+
+
+def _finite(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    if not np.isfinite(logits).all():
+        raise NonFiniteLogitsError(
+            "the logits are not finite: the numbers overflowed on the way; try another dtype, or `qwen-onnx check`"
+        )
+    return logits

@@ -1,0 +1,191 @@
+"""ONNX Runtime: which provider really starts, and the options every session is made with."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qwen_onnx.contract import MIN_ONNXRUNTIME, GraphSpec, Manifest
+from qwen_onnx.errors import UserError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
+_PROVIDER_LIBRARIES = {"cuda": "onnxruntime_providers_cuda", "tensorrt": "onnxruntime_providers_tensorrt"}
+_SILENT = 4  # ONNX Runtime's log level that prints nothing below "fatal"
+_ERRORS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionOptions:
+    """What a user may choose of a session."""
+
+    provider: str = "auto"
+    """auto, cpu, cuda or tensorrt."""
+    threads: int | None = None
+    """None: as many as there are cores for this process."""
+
+
+def import_onnxruntime() -> Any:
+    """The onnxruntime module.
+
+    Raises:
+        UserError: it is missing, broken or too old, with the command that mends it.
+    """
+    try:
+        import onnxruntime
+
+        version = onnxruntime.__version__
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"onnxruntime cannot be imported ({error}); {_mend()}") from None
+    if _numbers(version) < _numbers(MIN_ONNXRUNTIME):
+        raise UserError(f"onnxruntime {version} found, {MIN_ONNXRUNTIME} or newer wanted; {_mend()}")
+    return onnxruntime
+
+
+def installed_distributions() -> list[str]:
+    """Of onnxruntime and onnxruntime-gpu, those that pip installed. Both at once overwrite each other's files."""
+    found = []
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def choose_provider(wanted: str, manifest: Manifest, folder: Path) -> str:
+    """The provider that serves this export here; `auto` prefers CUDA when it really starts.
+
+    Raises:
+        UserError: the wanted one is unknown, has no graph in this export, or does not start (naming why).
+    """
+    if wanted == "cpu" or (wanted == "auto" and missing_library("cuda") is not None):
+        return "cpu"
+    if wanted not in ("auto", *PROVIDERS):
+        raise UserError(f"provider {wanted!r} is not known; choose auto, cpu, cuda or tensorrt")
+    name = "cuda" if wanted == "auto" else wanted
+    fault = missing_library(name)
+    if fault is None:
+        # One node, and it is there anyway: the honest test is a session, not the list of providers.
+        probe = folder / manifest.graph("grow", name).file
+        fault = _start_fault(probe, name)
+    if fault is None:
+        return name
+    if wanted == "auto":
+        return "cpu"
+    raise UserError(f"provider {name} cannot start: {fault}; use --provider cpu, or install what is missing")
+
+
+def missing_library(provider: str) -> str | None:
+    """Why the provider's libraries do not load, in the system's own words; None when they do."""
+    ort = import_onnxruntime()
+    if PROVIDERS[provider] not in ort.get_available_providers():
+        return f"this {' and '.join(installed_distributions()) or 'onnxruntime'} is built without it"
+    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    if fault := _load_fault(driver):
+        return f"{fault} (the NVIDIA driver)"
+    ort.preload_dlls()
+    prefix, suffix = ("", ".dll") if sys.platform == "win32" else ("lib", ".so")
+    folder = Path(ort.__file__).parent / "capi"
+    _load_fault(str(folder / f"{prefix}onnxruntime_providers_shared{suffix}"))
+    return _load_fault(str(folder / f"{prefix}{_PROVIDER_LIBRARIES[provider]}{suffix}"))
+
+
+def open_session(path: Path, provider: str, options: SessionOptions) -> onnxruntime.InferenceSession:
+    """A session on exactly this provider (and the CPU provider behind it).
+
+    Raises:
+        UserError: the file does not load, or the provider silently gave way to another.
+    """
+    ort = import_onnxruntime()
+    settings = ort.SessionOptions()
+    settings.log_severity_level = _ERRORS
+    settings.intra_op_num_threads = options.threads or available_cores()
+    providers: Sequence[Any] = [(PROVIDERS[provider], provider_options(provider))]
+    try:
+        session = ort.InferenceSession(str(path), settings, providers=providers)
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        raise UserError(f"{path}: ONNX Runtime cannot load it: {first_line(error)}") from None
+    if session.get_providers()[0] != PROVIDERS[provider]:
+        raise UserError(
+            f"provider {provider} did not start; ONNX Runtime fell back to {session.get_providers()}"
+        )
+    return session
+
+
+def provider_options(provider: str) -> dict[str, str]:
+    """ONNX Runtime's provider options. TF32 is off: f32 asked for is f32 computed."""
+    if provider == "cuda":
+        return {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+    return {}
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def verify_sizes(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:
+    """The graph and every weights file are there, at the size they were written with.
+
+    Raises:
+        UserError: naming the file, the size found and the size wanted.
+    """
+    for name, spec in manifest.files.items():
+        if name != graph.file and not name.endswith(".safetensors"):
+            continue
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: missing; an export's files belong together, copy or export it again")
+        if (size := path.stat().st_size) != spec.size:
+            raise UserError(f"{path}: {size:,} bytes found, {spec.size:,} wanted; copy or export it again")
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message without its stack and line breaks."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _start_fault(path: Path, provider: str) -> str | None:
+    ort = import_onnxruntime()
+    settings = ort.SessionOptions()
+    settings.log_severity_level = _SILENT
+    try:
+        session = ort.InferenceSession(
+            str(path), settings, providers=[(PROVIDERS[provider], provider_options(provider))]
+        )
+    except Exception as error:
+        return first_line(error)
+    return None if session.get_providers()[0] == PROVIDERS[provider] else "ONNX Runtime fell back to the CPU"
+
+
+def _load_fault(library: str) -> str | None:
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return first_line(error)
+    return None
+
+
+def _mend() -> str:
+    wheel = "onnxruntime-gpu" if sys.platform in ("linux", "win32") else "onnxruntime"
+    return f"mend it with: pip uninstall -y onnxruntime onnxruntime-gpu && pip install '{wheel}>={MIN_ONNXRUNTIME}'"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
