@@ -49,12 +49,18 @@ def build_decoder(
     model = QwenForCausalLM(config, precision, lowering.attention, positions)
     step, last_B = lowering.begin(builder, config, model.rotary, ids_BS)
     layers = config.num_hidden_layers
-    shape = [contract.BATCH, config.num_key_value_heads, lowering.cache_length, config.head_dim]
+    shape: list[int | str] = [
+        contract.BATCH,
+        config.num_key_value_heads,
+        lowering.cache_length,
+        config.head_dim,
+    ]
     past = [builder.input(name, precision.hidden, shape) for name in contract.past_names(layers)]
     cache = [KeyValue(past[i], past[i + 1]) for i in range(0, len(past), 2)]
 
     logits, present = model(builder.op, ids_BS, cache, step, last_B)
 
+    logits.shape = ir.Shape([contract.BATCH, 1, config.vocab_size])  # inference loses the batch in a Reshape
     builder.add_output(logits, contract.LOGITS)
     for name, value in zip(contract.present_names(layers), [v for kv in present for v in kv], strict=True):
         builder.add_output(value, name)
@@ -80,6 +86,8 @@ def save_graph(model: ir.Model, path: Path, stored: dict[str, StoredParameter]) 
     """Verify and write the graph; its parameters point into the weights files beside it."""
     for name, value in parameters(model).items():
         place = stored[name]
+        if value.dtype is None or value.shape is None:
+            raise ValueError(f"parameter {name} has no type")
         value.const_value = ir.ExternalTensor(
             place.file, place.offset, place.nbytes, value.dtype, shape=value.shape, name=name,
             base_dir=path.parent,

@@ -86,9 +86,10 @@ class StaticLowering:
         if not single:
             queries = op.Shape(ids_BS, start=1, end=2)
             query_slot_BS = op.Add(query_slot_BS, op.Range(0, op.Squeeze(queries), 1))
+            # A row's last real token, kept within this call's tokens: a row may be padding from here on.
             last_slot_B = op.ReduceMax(op.Mul(mask_BT, slot_T), [1], keepdims=0)
-            last_B = op.Sub(last_slot_B, write_indices_B)
-            last_B = op.Max(op.Min(last_B, op.Sub(queries, 1)), 0)
+            last_slot_B = op.Min(last_slot_B, op.ReduceMax(query_slot_BS, [1], keepdims=0))
+            last_B = op.Max(op.Sub(last_slot_B, write_indices_B), 0)
         not_later_BST = op.LessOrEqual(slot_T, op.Unsqueeze(query_slot_BS, [2]))
         real_B1T = op.Unsqueeze(op.Cast(mask_BT, to=ir.DataType.BOOL), [1])
         mask_BST = op.Where(op.And(not_later_BST, real_B1T), 0.0, MASKED)

@@ -9,8 +9,9 @@ import dataclasses
 import json
 import math
 import re
+import reprlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,6 +25,7 @@ from qwen_onnx.jsonfile import read_json
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER = 100_000_000  # the safetensors library's own limit, in bytes
+_MAX_RANK = 64  # numpy's limit; the product of a million sizes takes minutes
 _SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
@@ -65,8 +67,8 @@ class StoredTensor:
             file.seek(self.offset)
             left = self.nbytes
             while left:
-                chunk = file.read(min(size, left))
-                if not chunk:
+                chunk = file.read(wanted := min(size, left))
+                if len(chunk) < wanted:  # a part may end inside a number
                     raise UserError(
                         f"{self.file}: ended inside tensor {self.name}; was it changed meanwhile?"
                     )
@@ -137,6 +139,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise UserError(f"{path}: header is not a JSON object")
     header.pop("__metadata__", None)
+    _refuse_unprintable(path, header)
     data_start = 8 + length
     tensors = [_stored_tensor(path, name, entry, data_start) for name, entry in header.items()]
     end = data_start
@@ -151,24 +154,31 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"{name!r} stands twice")
+        result[name] = value
     return result
+
+
+def _refuse_unprintable(path: Path, names: Iterable[str]) -> None:
+    """An error naming a tensor has to stay one line, on any terminal."""
+    if other := next((name for name in names if not name.isprintable()), None):
+        raise UserError(f"{path}: {other!r} is not a tensor name")
 
 
 def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     where = f"{path}: tensor {name}"
     if not isinstance(entry, dict):
-        raise UserError(f"{where}: wanted an object, found {entry!r}")
+        raise UserError(f"{where}: wanted an object, found {reprlib.repr(entry)}")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
-        raise UserError(f"{where}: unknown dtype {dtype!r}")
+        raise UserError(f"{where}: unknown dtype {reprlib.repr(dtype)}")
     if not _are_sizes(shape):
-        raise UserError(f"{where}: shape {shape!r} is not a list of sizes")
+        raise UserError(f"{where}: shape {reprlib.repr(shape)} is not a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UserError(f"{where}: data_offsets {offsets!r} are not a begin and an end")
+        raise UserError(f"{where}: data_offsets {reprlib.repr(offsets)} are not a begin and an end")
     nbytes = offsets[1] - offsets[0]
     if math.prod(shape) * _ITEM_SIZES[dtype] != nbytes:
         raise UserError(f"{where}: {dtype} {shape} does not fill its {nbytes} bytes")
@@ -176,7 +186,9 @@ def _stored_tensor(path: Path, name: str, entry: Any, data_start: int) -> Stored
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    if not isinstance(value, list) or len(value) > _MAX_RANK:
+        return False
+    return all(type(size) is int and 0 <= size < 2**63 for size in value)
 
 
 def _find_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -203,25 +215,26 @@ def _complete_set(folder: Path, found: list[str]) -> tuple[list[str], list[str]]
         torch_file = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.gguf"))), None)
         hint = f", found {torch_file.name}: convert it to safetensors" if torch_file else ""
         raise UserError(f"{folder}: wanted {SINGLE_FILE} or {INDEX_FILE}{hint}")
-    totals = {int(match[2]) for match in shards.values()}
-    total = max(totals)
-    missing = {f"model-{k:05}-of-{total:05}.safetensors" for k in range(1, total + 1)} - shards.keys()
-    if missing or len(totals) > 1:
-        wanted = min(missing) if missing else f"one set of shards, found sets of {sorted(totals)}"
-        raise UserError(f"{folder}: wanted {wanted}; incomplete download?")
-    return sorted(shards), [name for name in found if name not in shards]
+    totals = sorted({int(match[2]) for match in shards.values()})
+    if len(totals) > 1:
+        raise UserError(f"{folder}: wanted one set of shards, found sets of {totals}; remove all but one")
+    files = [f"model-{k:05}-of-{totals[0]:05}.safetensors" for k in range(1, totals[0] + 1)]
+    if missing := next((name for name in files if name not in shards), None):
+        raise UserError(f"{folder}: wanted {missing}; incomplete download?")
+    return files, [name for name in found if name not in files]
 
 
 def _follow_index(index: Path, found: list[str]) -> tuple[dict[str, StoredTensor], list[str]]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map is missing or empty")
+    _refuse_unprintable(index, weight_map)
     headers: dict[str, dict[str, StoredTensor]] = {}
     tensors = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+        if not _is_safetensors_name(file):
             raise UserError(
-                f"{index}: tensor {name} is said to lie in {file!r}, which is not a plain file name"
+                f"{index}: tensor {name} lies in {reprlib.repr(file)}? wanted the name of a .safetensors file"
             )
         if file not in headers:
             if not (index.parent / file).exists():
@@ -239,6 +252,13 @@ def _follow_index(index: Path, found: list[str]) -> tuple[dict[str, StoredTensor
                 f"{file}: ignored {len(unnamed)} tensors that {index.name} does not name: {unnamed[0]}"
             )
     return tensors, notes
+
+
+def _is_safetensors_name(file: Any) -> TypeGuard[str]:
+    """A plain name, no path; and by its ending none that an export gives to a graph or a manifest."""
+    if not isinstance(file, str) or not file.isprintable() or "\\" in file:
+        return False
+    return Path(file).name == file and file.endswith(".safetensors")
 
 
 def _stray_notes(strays: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 import types
 import typing
 from pathlib import Path
@@ -159,7 +160,8 @@ def read_manifest(folder: Path) -> Manifest:
     except (TypeError, ValueError, KeyError) as error:
         raise UserError(f"{path}: malformed ({error}); export the model again") from None
     for name in [*manifest.files, *(graph.file for graph in manifest.graphs)]:
-        if not name or Path(name).name != name or "\\" in name:
+        is_plain = name not in ("", "..") and Path(name).name == name and name.isprintable()
+        if not is_plain or "\\" in name:
             raise UserError(f"{path}: {name!r} is not a plain file name")
     return manifest
 
@@ -187,16 +189,16 @@ def _build(kind: Any, value: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
-            raise TypeError(f"{kind} wants an object, found {value!r}")
+            raise TypeError(f"{kind} wants an object, found {reprlib.repr(value)}")
         hints = typing.get_type_hints(kind)
         return kind(**{name: _build(hints[name], value[name]) for name in hints if name in value})  # type: ignore[operator]
     if origin is tuple:
         if not isinstance(value, list):
-            raise TypeError(f"a list is wanted, found {value!r}")
+            raise TypeError(f"a list is wanted, found {reprlib.repr(value)}")
         return tuple(_build(args[0], item) for item in value)
     if origin is dict:
         if not isinstance(value, dict):
-            raise TypeError(f"an object is wanted, found {value!r}")
+            raise TypeError(f"an object is wanted, found {reprlib.repr(value)}")
         return {key: _build(args[1], item) for key, item in value.items()}
     if origin is types.UnionType:
         if value is None and types.NoneType in args:
@@ -208,5 +210,5 @@ def _build(kind: Any, value: Any) -> Any:
     elif kind is float:
         kind = (int, float)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{kind} wanted, found {value!r}")
+        raise TypeError(f"{kind} wanted, found {reprlib.repr(value)}")
     return value

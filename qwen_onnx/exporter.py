@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,18 +24,26 @@ from qwen_onnx.graphs.state import Precision
 from qwen_onnx.graphs.static import StaticLowering
 from qwen_onnx.hub import ModelSource, resolve_model
 from qwen_onnx.jsonfile import read_json
+from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import Tokenizer
 from qwen_onnx.staging import refuse_output, staged_folder
-from qwen_onnx.weights import arrange, converted, rotary_tensors, stored_parameters, write_safetensors
+from qwen_onnx.weights import (
+    OutputTensor,
+    arrange,
+    converted,
+    rotary_tensors,
+    stored_parameters,
+    write_safetensors,
+)
 
 SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json", "LICENSE",
 )  # fmt: skip
-_STORED_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+STORED_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 _IR_DTYPES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 _GOLDEN_FILE = "golden.json"
 _PACKAGES = ("qwen-onnx", "numpy", "onnx", "onnx-ir", "onnxscript", "ml_dtypes")
@@ -64,7 +71,7 @@ class ExportSummary:
 
 
 def export_model(
-    model: str,
+    model: str | ModelSource,
     out: Path | None = None,
     *,
     dtype: str = "f32",
@@ -77,6 +84,7 @@ def export_model(
     """Export a Hub id, a local checkpoint folder or `tiny` to the folder `out` (default `./NAME-DTYPE`).
 
     Args:
+        model: as a user names it, or already resolved to a folder.
         max_context: rows of the rotary tables; default the model's own context length.
         link: hard-link the checkpoint's files instead of copying them; only where no byte changes.
         force: replace an earlier export at `out`.
@@ -88,13 +96,14 @@ def export_model(
     started = time.perf_counter()
     if dtype not in contract.DTYPES:
         raise UserError(f"dtype {dtype!r} is not known; choose f32, f16 or bf16")
-    source = resolve_model(model, revision=revision)
+    source = resolve_model(model, revision=revision) if isinstance(model, str) else model
     out = out or Path(f"{source.name}-{dtype}")
     refuse_output(out, force=force, keep=source.folder)
-    checkpoint = open_checkpoint(source.folder)
-    positions = _positions(checkpoint.config, max_context)
-    text = _read_text_side(source.folder, checkpoint.config)
     try:
+        checkpoint = open_checkpoint(source.folder)
+        positions = _positions(checkpoint.config, max_context)
+        text = _read_text_side(source.folder, checkpoint.config)
+        golden = _read_golden(source.folder / _GOLDEN_FILE)
         with staged_folder(out, force=force, keep=source.folder) as folder:
             writer = _Writer(folder, checkpoint, dtype, positions, progress)
             if link:
@@ -103,12 +112,12 @@ def export_model(
                 writer.write_weights()
             writer.write_graphs()
             writer.copy_side_files()
-            manifest = _manifest(source, writer, text.eos_token_ids)
+            manifest = _manifest(source, writer, text.eos_token_ids, golden)
             contract.write_manifest(folder, manifest)
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
     notes = (*checkpoint.notes, *text.notes)
-    return ExportSummary(out, manifest, notes, time.perf_counter() - started, _peak_memory())
+    return ExportSummary(out, manifest, notes, time.perf_counter() - started, peak_memory())
 
 
 def graph_plans(dtype: str) -> list[GraphPlan]:
@@ -160,12 +169,12 @@ class _Writer:
         _match_tensors(self._models[0][1], checkpoint, {tensor.name for tensor in self._rotary})
 
     def write_weights(self) -> None:
-        stored = _STORED_DTYPES[self.dtype]
+        stored = STORED_DTYPES[self.dtype]
         tensors = [converted(tensor, stored) for tensor in self.checkpoint.tensors.values()]
         self._write_file(contract.WEIGHTS_FILE, arrange([*tensors, *self._rotary]))
 
     def link_weights(self) -> None:
-        stored = _STORED_DTYPES[self.dtype]
+        stored = STORED_DTYPES[self.dtype]
         tensors = self.checkpoint.tensors
         if other := next((tensor for tensor in tensors.values() if tensor.dtype != stored), None):
             raise UserError(
@@ -173,13 +182,18 @@ class _Writer:
                 "its bytes would change, so drop --link or choose that dtype"
             )
         for file in sorted({tensor.file for tensor in tensors.values()}):
-            # The Hub's cache is made of symlinks, and ONNX Runtime follows none out of the folder.
-            os.link(file.resolve(), self.folder / file.name)
-            self.files[file.name] = _hash_file(self.folder / file.name)
+            if file.name == contract.EXTRA_FILE:
+                raise UserError(f"--link: {file} has the name of a file that an export adds; drop --link")
+            try:
+                # The Hub's cache is made of symlinks, and ONNX Runtime follows none out of the folder.
+                os.link(file.resolve(), self.folder / file.name)
+            except OSError as error:
+                raise UserError(f"--link: {file}: {error.strerror or error}; drop --link to copy") from None
+            self.files[file.name] = hash_file(self.folder / file.name)
         self.places |= stored_parameters(tensors)
         self._write_file(contract.EXTRA_FILE, self._rotary)
 
-    def _write_file(self, name: str, tensors: list) -> None:
+    def _write_file(self, name: str, tensors: list[OutputTensor]) -> None:
         total = sum(tensor.nbytes for tensor in tensors)
         free = shutil.disk_usage(self.folder).free
         if total > free:
@@ -199,14 +213,14 @@ class _Writer:
         for plan, model in self._models:
             path = self.folder / plan.file
             save_graph(model, path, self.places)
-            self.files[plan.file] = _hash_file(path)
+            self.files[plan.file] = hash_file(path)
             self.graphs.append(_graph_spec(plan, model))
 
     def copy_side_files(self) -> None:
         for name in SIDE_FILES:
             if (file := self.checkpoint.folder / name).is_file():
                 shutil.copyfile(file, self.folder / name)
-                self.files[name] = _hash_file(self.folder / name)
+                self.files[name] = hash_file(self.folder / name)
 
 
 def _positions(config: QwenConfig, max_context: int | None) -> int:
@@ -234,7 +248,7 @@ def _match_tensors(model: ir.Model, checkpoint: Checkpoint, made: set[str]) -> N
             raise UserError(
                 f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json wants {list(shape)}"
             )
-        if tensor.dtype not in _STORED_DTYPES.values():
+        if tensor.dtype not in STORED_DTYPES.values():
             raise UserError(f"{tensor.file}: tensor {name} is {tensor.dtype}; wanted F32, F16 or BF16")
 
 
@@ -275,9 +289,19 @@ def _graph_spec(plan: GraphPlan, model: ir.Model) -> GraphSpec:
     )  # fmt: skip
 
 
-def _manifest(source: ModelSource, writer: _Writer, eos_token_ids: tuple[int, ...]) -> Manifest:
+def _read_golden(path: Path) -> Golden | None:
+    if not path.exists():
+        return None
+    try:
+        return contract.from_json(Golden, read_json(path))
+    except TypeError as error:
+        raise UserError(f"{path}: not the golden ids of a model ({error})") from None
+
+
+def _manifest(
+    source: ModelSource, writer: _Writer, eos_token_ids: tuple[int, ...], golden: Golden | None
+) -> Manifest:
     config = writer.checkpoint.config
-    golden = source.folder / _GOLDEN_FILE
     return Manifest(
         format_version=contract.FORMAT_VERSION,
         model_id=source.model_id,
@@ -294,19 +318,11 @@ def _manifest(source: ModelSource, writer: _Writer, eos_token_ids: tuple[int, ..
         packages={name: importlib.metadata.version(name) for name in _PACKAGES},
         graphs=tuple(writer.graphs),
         files=dict(sorted(writer.files.items())),
-        golden=contract.from_json(Golden, read_json(golden)) if golden.exists() else None,
+        golden=golden,
     )
 
 
-def _hash_file(path: Path) -> FileSpec:
+def hash_file(path: Path) -> FileSpec:
+    """Size and sha256 of a file, read in pieces."""
     with path.open("rb") as file:
         return FileSpec(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def _peak_memory() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -79,9 +79,9 @@ def arrange(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
     """
     groups: dict[str, list[OutputTensor]] = {}
     for tensor in tensors:
-        groups.setdefault(_group(tensor.name), []).append(tensor)
+        groups.setdefault(_place(tensor.name)[0], []).append(tensor)
     for group in groups.values():
-        group.sort(key=lambda tensor: _rank(tensor.name))
+        group.sort(key=lambda tensor: _place(tensor.name))
     whole = [group for group in groups.values() if all(tensor.nbytes % PAGE == 0 for tensor in group)]
     rest = [group for group in groups.values() if any(tensor.nbytes % PAGE for tensor in group)]
     return list(itertools.chain(*whole, *rest))
@@ -109,7 +109,8 @@ def write_safetensors(
         places[tensor.name] = StoredParameter(path.name, offset, tensor.nbytes)
         offset += tensor.nbytes
     sha256 = hashlib.sha256(header)
-    with path.open("wb") as file, concurrent.futures.ThreadPoolExecutor(1) as hashing:
+    # "x": where a checkpoint's file is linked under that name, opening it would empty the checkpoint.
+    with path.open("xb") as file, concurrent.futures.ThreadPoolExecutor(1) as hashing:
         file.write(header)
         for tensor in tensors:
             pending = None
@@ -144,17 +145,14 @@ def _header(tensors: Sequence[OutputTensor]) -> bytes:
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
-def _group(name: str) -> str:
-    *parents, module, kind = name.split(".") if name.count(".") > 1 else ("", name, "")
+def _place(name: str) -> tuple[str, int]:
+    """The group that a tensor belongs to, and where it stands in it."""
+    parts = name.split(".")
     for packed in _PACKED:
-        if module in packed:
-            return ".".join([*parents, packed[0], kind])
-    return name
-
-
-def _rank(name: str) -> int:
-    module = name.split(".")[-2]
-    return next((packed.index(module) for packed in _PACKED if module in packed), 0)
+        for rank, module in enumerate(packed):
+            if module in parts:
+                return ".".join(packed[0] if part == module else part for part in parts), rank
+    return name, 0
 
 
 def _converted_pieces(tensor: StoredTensor, dtype: str) -> Iterator[memoryview]:
@@ -163,7 +161,8 @@ def _converted_pieces(tensor: StoredTensor, dtype: str) -> Iterator[memoryview]:
         values = np.frombuffer(piece, source)
         if source == ml_dtypes.bfloat16:  # by bits: exact, and several times faster than astype
             values = (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(over="ignore"):  # counted below, with the tensor's name
+        # Overflow is found below, with the tensor's name; NaN stays NaN.
+        with np.errstate(over="ignore", invalid="ignore"):
             result = values.astype(target, copy=False)
         if target.itemsize == 2 and (lost := np.isinf(result) & np.isfinite(values)).any():
             worst = np.abs(values[lost].astype(np.float64)).max()
@@ -171,4 +170,4 @@ def _converted_pieces(tensor: StoredTensor, dtype: str) -> Iterator[memoryview]:
                 f"{tensor.file}: tensor {tensor.name} holds {worst:.3g}, more than {dtype.lower()} can; "
                 "use f32, or bf16 if it fits"
             )
-        yield memoryview(result.view(np.uint8))
+        yield result.view(np.uint8).data

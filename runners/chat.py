@@ -68,12 +68,16 @@ class Chat:
         """Token ids of a raw text, of ids (as they are), or of messages under the chat template.
 
         Raises:
-            UserError: the export has no tokenizer or template, or they refuse the input.
+            UserError: the export has no tokenizer or template, they refuse the input, or an id has no row.
         """
         if isinstance(prompt, str):
             return self._tokenizer().encode(prompt)
         ids = [item for item in prompt if isinstance(item, int | np.integer)]
         if len(ids) == len(prompt):
+            rows = self.runner.manifest.vocab_size
+            for token_id in ids:  # now, as Python's numbers: an int64 would not hold each of them
+                if not 0 <= token_id < rows:
+                    raise UserError(f"token id {token_id} is outside the embedding's {rows} rows")
             return [int(token_id) for token_id in ids]
         messages = [item for item in prompt if isinstance(item, Mapping)]
         if len(messages) != len(prompt):

@@ -73,12 +73,15 @@ class KVCache:
         while capacity < wanted:
             capacity *= 2
         capacity = min(capacity, self.limit)
-        for index, small in enumerate(
-            self.buffers
-        ):  # one at a time: only one old buffer is held beside the new
-            large = self._allocate(capacity)
-            grow(small, large)
-            self.buffers[index] = large
+        try:
+            # One at a time: only one old buffer is held beside the new.
+            for index, small in enumerate(self.buffers):
+                large = self._allocate(capacity)
+                grow(small, large)
+                self.buffers[index] = large
+        except BaseException:  # buffers of two sizes serve no graph: better none than those
+            self.length, self.buffers = 0, [self._allocate(self.capacity) for _ in self.buffers]
+            raise
         wider = ((0, 0), (0, capacity - self.capacity))
         self._token_ids, self._mask = np.pad(self._token_ids, wider), np.pad(self._mask, wider)
         self.capacity = capacity

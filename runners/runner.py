@@ -59,6 +59,11 @@ class Runner:
         self._past, self._present = contract.past_names(layers), contract.present_names(layers)
         self._cache_spec = next(spec for spec in graph.inputs if spec.name == self._past[0])
 
+    @property
+    def compute_dtype(self) -> str:
+        """What hidden states and cache are held in: float32, float16 or bfloat16."""
+        return self._cache_spec.dtype
+
     def new_cache(self, *, batch_size: int = 1) -> KVCache:
         """An empty cache for `batch_size` sequences; it grows up to the context length."""
         return KVCache(
@@ -93,6 +98,7 @@ class Runner:
 
     def decode(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Append one token a row, int64 [batch, 1]; the logits after it. Raises as `prefill` does."""
+        input_ids = np.ascontiguousarray(input_ids, np.int64)
         self._verify(cache, input_ids)
         return _finite(self._step(cache, input_ids, np.ones_like(input_ids)))
 
@@ -108,9 +114,16 @@ class Runner:
     def _step(
         self, cache: KVCache, input_ids: NDArray[np.int64], mask: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        start, batch = cache.length, cache.batch_size
-        cache.append(input_ids, mask, self._grow)
-        live = np.ascontiguousarray(cache.mask)
+        start = cache.length
+        try:
+            cache.append(input_ids, mask, self._grow)
+            return self._compute(cache, input_ids, start)
+        except BaseException:  # a Ctrl-C too, wherever it strikes: no slot is held that was not computed
+            cache.truncate(start)
+            raise
+
+    def _compute(self, cache: KVCache, input_ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
+        batch, live = cache.batch_size, np.ascontiguousarray(cache.mask)
         # A row's positions count its own tokens; padding gets some valid row of the tables.
         positions = np.maximum(np.cumsum(live, axis=1)[:, start:] - 1, 0)
         feeds = {
@@ -128,11 +141,7 @@ class Runner:
             binding.bind_ortvalue_input(past, buffer)
             binding.bind_ortvalue_output(present, buffer)  # the same buffer: written in place
         binding.bind_ortvalue_output(contract.LOGITS, ort_value.ortvalue_from_numpy(logits))
-        try:
-            _run(self._session, binding)
-        except BaseException:
-            cache.truncate(start)
-            raise
+        _run(self._session, binding)
         return logits[:, 0]
 
     def _grow(self, small: Any, large: Any) -> None:

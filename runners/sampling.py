@@ -21,8 +21,8 @@ def greedy(logits: NDArray[np.float32]) -> int:
 
 
 def top(logits: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
-    """The k largest logits as (id, logit), best first."""
-    k = min(k, logits.size)
+    """The k largest logits as (id, logit), best first; fewer where fewer ids name a token."""
+    k = min(k, int(np.isfinite(logits).sum()))
     best = np.argpartition(-logits, k - 1)[:k] if k else np.empty(0, np.int64)
     order = sorted(best.tolist(), key=lambda token_id: (-float(logits[token_id]), token_id))
     return [(token_id, float(logits[token_id])) for token_id in order]

@@ -72,21 +72,29 @@ def choose_provider(wanted: str, manifest: Manifest, folder: Path) -> str:
     Raises:
         UserError: the wanted one is unknown, has no graph in this export, or does not start (naming why).
     """
+    verify_provider(wanted)
     if wanted == "cpu" or (wanted == "auto" and missing_library("cuda") is not None):
         return "cpu"
-    if wanted not in ("auto", *PROVIDERS):
-        raise UserError(f"provider {wanted!r} is not known; choose auto, cpu, cuda or tensorrt")
     name = "cuda" if wanted == "auto" else wanted
-    fault = missing_library(name)
-    if fault is None:
-        # One node, and it is there anyway: the honest test is a session, not the list of providers.
-        probe = folder / manifest.graph("grow", name).file
-        fault = _start_fault(probe, name)
+    # One node, and it is there anyway: the honest test is a session, not the list of providers.
+    fault = _start_fault(folder / manifest.graph("grow", name).file, name)
     if fault is None:
         return name
     if wanted == "auto":
         return "cpu"
-    raise UserError(f"provider {name} cannot start: {fault}; use --provider cpu, or install what is missing")
+    raise _cannot_start(name, fault)
+
+
+def verify_provider(wanted: str) -> None:
+    """Say early, before an export is made or opened, what `choose_provider` would say of any.
+
+    Raises:
+        UserError: unknown, or asked for by name and its libraries do not load.
+    """
+    if wanted not in ("auto", *PROVIDERS):
+        raise UserError(f"provider {wanted!r} is not known; choose auto, cpu, cuda or tensorrt")
+    if wanted not in ("auto", "cpu") and (fault := missing_library(wanted)) is not None:
+        raise _cannot_start(wanted, fault)
 
 
 def missing_library(provider: str) -> str | None:
@@ -159,6 +167,12 @@ def verify_sizes(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:
 def first_line(error: BaseException) -> str:
     """An exception's message without its stack and line breaks."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _cannot_start(provider: str, fault: str) -> UserError:
+    return UserError(
+        f"provider {provider} cannot start: {fault}; use --provider cpu, or install what is missing"
+    )
 
 
 def _start_fault(path: Path, provider: str) -> str | None:

@@ -1,0 +1,48 @@
+# Each target makes its own virtual environment in .venv; only Python >= 3.11, pip and make are needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types parity smoke clean
+
+demo: $(VENV)/installed
+	@$(BIN)/qwen-onnx export tiny $(VENV)/tiny-f32 --force >&2
+	@if [ -t 0 ]; then $(BIN)/qwen-onnx run $(VENV)/tiny-f32; \
+	else $(BIN)/qwen-onnx run $(VENV)/tiny-f32 -p "What is 3 plus 4?"; fi
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -q
+
+# Compares with transformers, and runs what takes minutes or gigabytes.
+parity: $(VENV)/installed-parity
+	$(BIN)/python -m pytest -q -m "transformers or slow"
+
+lint: $(VENV)/installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Against a built wheel in a folder of its own, since the layout on disk is not the layout that is imported.
+types: $(VENV)/installed-lint
+	rm -rf $(VENV)/wheel && $(BIN)/python -m pip wheel -q --no-deps -w $(VENV)/wheel .
+	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/wheel/unpacked $(VENV)/wheel/*.whl
+	cd $(VENV)/wheel && MYPYPATH=unpacked ../bin/mypy --config-file ../../pyproject.toml --python-executable ../bin/python -p qwen_onnx
+
+# Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.
+smoke: $(VENV)/installed
+	$(BIN)/python bench/smoke.py
+
+$(VENV)/created:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed')"
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/installed: $(VENV)/created pyproject.toml
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/installed-%: $(VENV)/installed pyproject.toml
+	$(BIN)/python -m pip install -q -e ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,74 @@
+"""One prompt, one answer: consumes a generation and keeps what is worth reporting of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from qwen_onnx.runners.chat import Chat, Message, Token
+from qwen_onnx.runners.generate import FinishReason
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A finished generation."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    """With the id that ended it."""
+    text: str
+    """Without the end token."""
+    finish_reason: FinishReason
+    ttft_ms: float | None
+    tokens_per_s: float | None
+    top_logits: list[list[tuple[int, float]]] | None = None
+    """Per token, when asked for."""
+
+    def as_json(self, chat: Chat) -> dict[str, object]:
+        """What `run --json` prints."""
+        fields = dataclasses.asdict(self) | {
+            "provider": chat.runner.provider,
+            "dtype": chat.runner.manifest.dtype,
+        }
+        if self.top_logits is None:
+            del fields["top_logits"]
+        return fields
+
+
+def answer(
+    chat: Chat,
+    prompt: str | Sequence[int] | Sequence[Message],
+    *,
+    max_new_tokens: int | None,
+    ignore_eos: bool = False,
+    top_logits: int = 0,
+    on_token: Callable[[Token], None] = lambda token: None,
+) -> Answer:
+    """Generate to the end, or to Ctrl-C: then what there is so far is the answer, `interrupted`.
+
+    Raises:
+        UserError: as `Chat.generate`.
+    """
+    prompt_ids = chat.prompt_ids(prompt)
+    tokens: list[Token] = []
+    # Nothing asked for is nothing missing: max_new_tokens 0 ends by length.
+    reason = FinishReason.LENGTH
+    try:
+        for token in chat.generate(
+            prompt_ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, top_logits=top_logits
+        ):
+            tokens.append(token)
+            on_token(token)
+            reason = token.finish_reason or FinishReason.INTERRUPTED
+    except KeyboardInterrupt:
+        reason = FinishReason.INTERRUPTED
+    last = tokens[-1] if tokens else None
+    return Answer(
+        prompt_ids=prompt_ids,
+        token_ids=[token.token_id for token in tokens],
+        text="".join(token.text for token in tokens),
+        finish_reason=reason,
+        ttft_ms=last.ttft_ms if last else None,
+        tokens_per_s=last.tokens_per_s if last else None,
+        top_logits=[list(token.top_logits) for token in tokens] if top_logits else None,
+    )

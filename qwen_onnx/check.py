@@ -1,0 +1,225 @@
+"""Is this export what it should be? Its bytes, its graphs, its greedy ids here, its logits against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ParamSpec
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from qwen_onnx.checkpoint import FLOAT_DTYPES, Checkpoint, StoredTensor, open_checkpoint, read_header
+from qwen_onnx.contract import Golden, GraphSpec, Manifest, read_manifest, write_manifest
+from qwen_onnx.errors import UserError
+from qwen_onnx.exporter import STORED_DTYPES, hash_file
+from qwen_onnx.graphs.build import verify
+from qwen_onnx.hub import resolve_model
+from qwen_onnx.info import load_graph
+from qwen_onnx.reference import reference_logits
+from qwen_onnx.runners.chat import Chat
+from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.session import SessionOptions, choose_provider
+from qwen_onnx.weights import PIECE, converted, rotary_tensors
+
+P = ParamSpec("P")
+
+GOLDEN_TOKENS = 32
+_GOLDEN_TEXT = "Count from one to five, then spell the word stone."
+_REFERENCE_TOKENS = 48
+
+# Per computing type: how far logits of order 10 may lie from float64 over the same weights, and how far the
+# distributions (mean KL, nats). f32 rounds 1e-7 a step over tens of layers; f16 has 11 bits, bf16 has 8.
+BOUNDS = {"float32": (2e-3, 1e-6), "float16": (0.3, 1e-3), "bfloat16": (2.0, 5e-2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was checked."""
+
+    ok: bool
+    text: str
+
+
+def check_export(folder: Path, *, against: str | None = None, provider: str = "auto") -> Iterator[Finding]:
+    """Check an export, a finding at a time; it is good when all of them are.
+
+    Args:
+        against: checkpoint (folder, Hub id or `tiny`) to compare weights and logits with.
+
+    Raises:
+        UserError: not an export at all, or the provider does not start.
+    """
+    manifest = read_manifest(folder)
+    provider = choose_provider(provider, manifest, folder)
+    damaged = _damaged_files(folder, manifest)
+    yield Finding(not damaged, f"files: {len(manifest.files)} as written" if not damaged else damaged[0])
+    if damaged:
+        return
+    for graph in manifest.graphs:
+        yield _finding(_check_graph, folder, graph)
+    if against is not None:
+        source = resolve_model(against)
+        checkpoint = open_checkpoint(source.folder)
+        fault = _foreign_weights(folder, manifest, checkpoint)
+        yield Finding(fault is None, fault or f"weights: the checkpoint's, as {manifest.dtype}, bit for bit")
+        if fault is not None:
+            return
+        yield _finding(_check_logits, folder, manifest, checkpoint, provider)
+    yield _finding(_check_golden, folder, manifest, provider)
+
+
+def _finding(check: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> Finding:
+    """What the check finds; an export that cannot even be read or run is found to be bad."""
+    try:
+        return check(*args, **kwargs)
+    except UserError as error:
+        return Finding(False, str(error))
+
+
+def _damaged_files(folder: Path, manifest: Manifest) -> list[str]:
+    damaged = []
+    for name, spec in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            damaged.append(f"files: {name} is missing")
+        elif (size := path.stat().st_size) != spec.size:
+            damaged.append(f"files: {name} has {size:,} bytes, {spec.size:,} were written")
+        elif hash_file(path).sha256 != spec.sha256:
+            damaged.append(f"files: {name} was changed, its sha256 differs")
+    return damaged
+
+
+def _check_graph(folder: Path, graph: GraphSpec) -> Finding:
+    model = load_graph(folder / graph.file)
+    try:
+        verify(model)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return Finding(False, f"{graph.file}: {str(error).splitlines()[0]}")
+    return Finding(True, f"{graph.file}: valid ONNX, {len(model.graph.node)} nodes")
+
+
+def _foreign_weights(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> str | None:
+    """The first tensor of the export that is not the checkpoint's, converted; None when all are."""
+    stored: dict[str, StoredTensor] = {}
+    for name in manifest.files:
+        if name.endswith(".safetensors"):
+            stored |= read_header(folder / name)
+    dtype = STORED_DTYPES[manifest.dtype]
+    made = rotary_tensors(checkpoint.config, manifest.context_length)
+    for wanted in [*(converted(tensor, dtype) for tensor in checkpoint.tensors.values()), *made]:
+        found = stored.get(wanted.name)
+        if found is None or (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+            return f"weights: {wanted.name} is not in the export as {wanted.dtype} {list(wanted.shape)}"
+        if not _same_bytes(found.chunks(PIECE), wanted.pieces()):
+            return f"weights: {wanted.name} differs from the checkpoint's"
+    return None
+
+
+def _same_bytes(left: Iterator[bytes], right: Iterator[bytes | memoryview]) -> bool:
+    held, other = b"", b""
+    for a, b in itertools.zip_longest(left, right, fillvalue=b""):
+        held, other = held + a, other + bytes(b)
+        common = min(len(held), len(other))
+        if held[:common] != other[:common]:
+            return False
+        held, other = held[common:], other[common:]
+    return not held and not other
+
+
+def _check_logits(folder: Path, manifest: Manifest, checkpoint: Checkpoint, provider: str) -> Finding:
+    runner = Runner(folder, SessionOptions(provider))
+    ids = _golden_prompt(Chat(runner), manifest)
+    ids = (ids * (1 + _REFERENCE_TOKENS // len(ids)))[: min(_REFERENCE_TOKENS, runner.context_length)]
+    rounded = FLOAT_DTYPES[STORED_DTYPES[manifest.dtype]]
+    wanted = reference_logits(checkpoint.config, lambda name: checkpoint.read(name).astype(rounded), ids)
+    cache = runner.new_cache()
+    half = len(ids) // 2
+    rows = [runner.prefill(cache, np.array([ids[: half + 1]]))]
+    rows += [runner.decode(cache, np.array([[token_id]])) for token_id in ids[half + 1 :]]
+    return compare_logits(np.concatenate(rows), wanted[half:], runner.compute_dtype)
+
+
+def compare_logits(found: NDArray[np.float32], wanted: NDArray[np.float64], dtype: str) -> Finding:
+    """The verdict on logits [positions, vocab] computed in `dtype`, against float64 over the same weights."""
+    bound, kl_bound = BOUNDS[dtype]
+    bound *= max(1.0, float(np.abs(wanted).max()) / 10)
+    error = float(np.abs(found - wanted).max())
+    kl = float(np.mean(_kl(wanted, found.astype(np.float64))))
+    best, rest = np.partition(wanted, -2, axis=-1)[:, -1], np.partition(wanted, -2, axis=-1)[:, -2]
+    agree = found.argmax(-1) == wanted.argmax(-1)
+    ok = error <= bound and kl <= kl_bound and bool(np.all(agree | (best - rest < 2 * bound)))
+    text = (
+        f"logits: against float64 over {len(wanted)} positions, {dtype}: top-1 agrees on {agree.mean():.0%}, "
+        f"KL {max(kl, 0):.1e} (bound {kl_bound:.0e}), largest difference {error:.1e} (bound {bound:.1e})"
+    )
+    return Finding(ok, text)
+
+
+def _kl(p_logits: NDArray[np.float64], q_logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """KL(p || q) of the softmax distributions, in nats, per row."""
+
+    def log_softmax(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        x = x - x.max(-1, keepdims=True)
+        shifted: NDArray[np.float64] = x - np.log(np.exp(x).sum(-1, keepdims=True))
+        return shifted
+
+    p, q = log_softmax(p_logits), log_softmax(q_logits)
+    divergence: NDArray[np.float64] = (np.exp(p) * (p - q)).sum(-1)
+    return divergence
+
+
+def _check_golden(folder: Path, manifest: Manifest, provider: str) -> Finding:
+    if manifest.golden is None:
+        chat = Chat(Runner(folder, SessionOptions("cpu")))
+        golden = record_golden(chat, _golden_prompt(chat, manifest))
+        try:
+            write_manifest(folder, dataclasses.replace(manifest, golden=golden))
+            kept = "recorded"
+        except OSError as error:  # a folder that may only be read is no fault of the export
+            kept = f"not recorded ({error.strerror})"
+        if provider == "cpu":
+            return Finding(True, f"golden ids: {len(golden.token_ids)} {kept}, on the CPU provider")
+    else:
+        golden = manifest.golden
+    runner = Runner(folder, SessionOptions(provider))
+    found = record_golden(Chat(runner), list(golden.prompt_ids), len(golden.token_ids))
+    return compare_golden(found, golden, runner.compute_dtype, provider)
+
+
+def compare_golden(found: Golden, golden: Golden, dtype: str, provider: str) -> Finding:
+    """Equal ids are good; so is parting at a step where two ids were nearer than this dtype can tell apart."""
+    total = len(golden.token_ids)
+    pairs = zip(found.token_ids, golden.token_ids, strict=False)
+    step = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
+    if step is None and len(found.token_ids) == total:
+        return Finding(True, f"golden ids: {total} of {total} equal on {provider}")
+    step = min(len(found.token_ids), total) if step is None else step
+    margin = golden.margins[step] if step < len(golden.margins) else float("inf")
+    near = margin < 2 * BOUNDS[dtype][0]
+    text = f"golden ids: equal up to step {step} of {total} on {provider}, there the margin was {margin:.2g}"
+    return Finding(near, text + (f", nearer than {dtype} can tell" if near else ": a mismatch"))
+
+
+def record_golden(chat: Chat, prompt_ids: list[int], count: int = GOLDEN_TOKENS) -> Golden:
+    """Greedy ids after a prompt, past end tokens, and the margin of each choice."""
+    count = min(count, chat.runner.context_length - len(prompt_ids))
+    tokens = list(chat.generate(prompt_ids, max_new_tokens=count, ignore_eos=True, top_logits=2))
+    margins = [token.top_logits[0][1] - token.top_logits[-1][1] for token in tokens]
+    return Golden(tuple(prompt_ids), tuple(token.token_id for token in tokens), tuple(margins))
+
+
+def _golden_prompt(chat: Chat, manifest: Manifest) -> list[int]:
+    if manifest.golden is not None:
+        return list(manifest.golden.prompt_ids)
+    if chat.tokenizer is None:
+        return [(7 * i + 1) % manifest.vocab_size for i in range(16)]
+    try:
+        prompt = [{"role": "user", "content": _GOLDEN_TEXT}] if chat.template else _GOLDEN_TEXT
+        ids = chat.prompt_ids(prompt)
+    except UserError:  # a template that wants more than one user message
+        ids = chat.prompt_ids(_GOLDEN_TEXT)
+    return ids[: max(1, manifest.context_length // 2)]

@@ -1,0 +1,171 @@
+"""The command line: parse, call one function, print. stdout is the answer, stderr is everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qwen_onnx.errors import UserError
+
+app = typer.Typer(
+    name="qwen-onnx",
+    help="Turn Qwen checkpoints into ONNX graphs, and run them on ONNX Runtime.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+cache_app = typer.Typer(help="Exports that `run` made of models.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
+
+CacheDir = Annotated[Path | None, typer.Option(help="Folder for exports made on the way.")]
+Provider = Annotated[str, typer.Option(help="auto, cpu, cuda or tensorrt.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+
+
+def main() -> None:
+    """The `qwen-onnx` command: a UserError is one line on stderr and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a terminal that cannot show a character shows `?`
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our stdout left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or `tiny`.")] = "",
+    out: Annotated[Path | None, typer.Argument(help="Default ./NAME-DTYPE.")] = None,
+    dtype: Annotated[str, typer.Option(help="f32, f16 or bf16.")] = "f32",
+    revision: Revision = None,
+    max_context: Annotated[int | None, typer.Option(help="Positions; default the model's own.")] = None,
+    link: Annotated[
+        bool, typer.Option("--link", help="Hard-link the weights; only where no byte changes.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export at OUT.")] = False,
+) -> None:
+    """Export a checkpoint to a folder of ONNX graphs and one weights file."""
+    from qwen_onnx.hub import DEFAULT_MODEL
+    from qwen_onnx.making import make_export, summary_table
+
+    summary = make_export(
+        model or DEFAULT_MODEL, out, dtype=dtype, revision=revision, max_context=max_context, link=link,
+        force=force,
+    )  # fmt: skip
+    print(summary_table(summary))
+
+
+@app.command()
+def run(
+    model: Annotated[str, typer.Argument(help="Export folder, Hub id, checkpoint folder, or `tiny`.")] = "",
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and leave.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text, as 1,2,3.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the text; no chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of an answer.")] = 1024,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
+    provider: Provider = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of an export made on the way; default f32 on a CPU, the checkpoint's own on CUDA."
+        ),
+    ] = None,
+    revision: Revision = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Cores to compute on; default all.")] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Positions to use; default all of the export's.")
+    ] = None,
+    top_logits: Annotated[int, typer.Option(min=0, help="Show the K best tokens of each step.")] = 0,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="TTFT, tokens/s and memory after each answer.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Chat with a model, or answer one prompt (-p, or text piped in)."""
+    from qwen_onnx.running import RunOptions, run_model
+
+    options = RunOptions(
+        model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system,
+        max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, provider=provider, dtype=dtype,
+        revision=revision, threads=threads, max_context=max_context, top_logits=top_logits, stats=stats,
+        as_json=as_json, cache_dir=cache_dir,
+    )  # fmt: skip
+    if code := run_model(options):
+        raise typer.Exit(code)
+
+
+@app.command()
+def info(export: Annotated[Path, typer.Argument(help="Export folder.")]) -> None:
+    """Show an export's manifest, inputs and outputs, operators and sizes."""
+    from qwen_onnx.info import describe
+
+    print(describe(export))
+
+
+@app.command()
+def check(
+    export: Annotated[Path, typer.Argument(help="Export folder.")],
+    against: Annotated[
+        str | None, typer.Option(help="Checkpoint to compare weights and logits with.")
+    ] = None,
+    provider: Provider = "auto",
+) -> None:
+    """Check hashes, graphs and greedy ids of an export; with --against, its weights and logits too."""
+    from qwen_onnx.check import check_export
+
+    failed = []
+    for finding in check_export(export, against=against, provider=provider):
+        print(f"{'ok' if finding.ok else 'FAILED':<7} {finding.text}", file=sys.stderr)
+        if not finding.ok:
+            failed.append(finding.text)
+    print(f"MISMATCH: {failed[0]}" if failed else "OK: the export is what it should be")
+    if failed:
+        raise typer.Exit(1)
+
+
+@cache_app.command("ls")
+def cache_list(
+    cache_dir: CacheDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
+) -> None:
+    """List exports made on the way."""
+    from qwen_onnx.export_cache import cache_folder, list_exports
+
+    exports = list_exports(cache_folder(cache_dir))
+    if as_json:
+        listed = [{"name": e.name, "model": e.model_id, "dtype": e.dtype, "bytes": e.size} for e in exports]
+        print(json.dumps(listed))
+        return
+    for export in exports:
+        print(f"{export.size:>15,}  {export.name}")
+
+
+@cache_app.command("rm")
+def cache_remove(
+    names: Annotated[list[str] | None, typer.Argument(help="Names as `cache ls` shows them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove them all.")] = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Remove exports made on the way."""
+    from qwen_onnx.export_cache import cache_folder, remove_exports
+
+    if not names and not everything:
+        raise UserError("nothing to remove: give names from `qwen-onnx cache ls`, or --all")
+    removed = remove_exports(cache_folder(cache_dir), names or [], everything=everything)
+    print(f"removed {len(removed)}, {sum(export.size for export in removed):,} bytes", file=sys.stderr)

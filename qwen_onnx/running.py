@@ -1,0 +1,214 @@
+"""`qwen-onnx run`: finds or makes the export, then answers once or chats."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from qwen_onnx.answer import Answer, answer
+from qwen_onnx.contract import MANIFEST_FILE, read_manifest
+from qwen_onnx.errors import UserError
+from qwen_onnx.memory import peak_memory
+from qwen_onnx.repl import Repl, enable_line_editing
+from qwen_onnx.runners.chat import Chat, Message, Token
+from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.session import (
+    SessionOptions,
+    installed_distributions,
+    missing_library,
+    verify_provider,
+)
+
+if TYPE_CHECKING:
+    from qwen_onnx.hub import ModelSource
+
+_NO_TEMPLATE = "no chat template; use --raw to complete text"
+_OWN_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """The options of `run`, as the command line names them."""
+
+    model: str
+    prompt: str | None
+    prompt_ids: str | None
+    raw: bool
+    system: str | None
+    max_new_tokens: int
+    ignore_eos: bool
+    provider: str
+    dtype: str | None
+    revision: str | None
+    threads: int | None
+    max_context: int | None
+    top_logits: int
+    stats: bool
+    as_json: bool
+    cache_dir: Path | None
+
+
+def run_model(options: RunOptions) -> int:
+    """Answer one prompt (from -p, --prompt-ids or a pipe), or chat when stdin is a terminal; the exit code.
+
+    Raises:
+        UserError: anything wrong with the options, the model or the prompt.
+    """
+    if options.prompt is not None and options.prompt_ids is not None:
+        raise UserError("-p and --prompt-ids are two prompts: give one")
+    verify_provider(options.provider)
+    chatting = options.prompt is None and options.prompt_ids is None and _stdin().isatty()
+    if chatting and options.as_json:
+        raise UserError("--json answers one prompt: give it with -p, --prompt-ids or a pipe")
+    if options.system is not None and (options.raw or options.prompt_ids is not None):
+        raise UserError("--system belongs to the chat template; --raw and --prompt-ids use none")
+    prompt = None if chatting else _prompt(options)
+    chat = _open(options)
+    if chat.template is None and not options.raw and options.prompt_ids is None:
+        missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
+        raise UserError(f"{chat.runner.folder}: has {missing}")
+    if chatting:
+        return _chat(chat, options)
+    result = answer(
+        chat,
+        prompt or [],
+        max_new_tokens=options.max_new_tokens,
+        ignore_eos=options.ignore_eos,
+        top_logits=options.top_logits,
+        on_token=lambda token: None if options.as_json else _show(chat, token),
+    )
+    print(json.dumps(result.as_json(chat)) if options.as_json else "", flush=True)
+    if options.stats:
+        _report(chat, result)
+    return 130 if result.finish_reason == "interrupted" else 0
+
+
+def _chat(chat: Chat, options: RunOptions) -> int:
+    enable_line_editing()
+    repl = Repl(
+        chat,
+        system=options.system,
+        max_new_tokens=options.max_new_tokens,
+        ignore_eos=options.ignore_eos,
+        raw=options.raw,
+        show=lambda token: _show(chat, token),
+        report=lambda result: _report(chat, result) if options.stats else None,
+    )
+    return repl.run(_read_line)
+
+
+def _read_line(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)
+    # Answers go to a file or a pipe: the prompt is none.
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return input()
+
+
+def _stdin() -> TextIO:
+    if sys.stdin is None:  # closed, as `<&-` does
+        raise UserError("stdin is closed: give the prompt with -p or --prompt-ids")
+    return sys.stdin
+
+
+def _prompt(options: RunOptions) -> str | list[int] | list[Message]:
+    if options.prompt_ids is not None:
+        try:
+            return [int(part) for part in options.prompt_ids.split(",")]
+        except ValueError:
+            raise UserError(f"--prompt-ids {options.prompt_ids!r}: whole numbers wanted, as 1,2,3") from None
+    text = options.prompt
+    if text is None:
+        try:
+            text = _stdin().read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise UserError(f"stdin is not {error.encoding} text ({error.reason})") from None
+    if options.raw:
+        return text
+    system: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+    return [*system, {"role": "user", "content": text}]
+
+
+def _open(options: RunOptions) -> Chat:
+    folder = _export_folder(options)
+    held = read_manifest(folder).dtype
+    if options.dtype not in (None, held):
+        raise UserError(f"{folder}: holds {held}, --dtype {options.dtype} asked for")
+    session = SessionOptions(options.provider, options.threads)
+    chat = Chat(Runner(folder, session, max_context=options.max_context))
+    if options.provider == "auto":
+        print(f"provider: {chat.runner.provider}", file=sys.stderr)
+    if len(both := installed_distributions()) > 1:
+        print(
+            f"warning: {' and '.join(both)} overwrite each other; keep one: "
+            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu",
+            file=sys.stderr,
+        )
+    return chat
+
+
+def _export_folder(options: RunOptions) -> Path:
+    """The export itself, or the one made of a model, once, in the user's cache."""
+    from qwen_onnx.staging import recover
+
+    given = Path(options.model).expanduser()
+    if options.model:
+        for note in recover(given):
+            print(f"note: {note}", file=sys.stderr)
+    if options.model and (given / MANIFEST_FILE).exists():
+        if options.revision is not None:
+            raise UserError(f"{given}: an export; --revision {options.revision} is for models on the Hub")
+        return given
+
+    from qwen_onnx.export_cache import cache_folder, cached_export_path
+    from qwen_onnx.hub import DEFAULT_MODEL, resolve_model
+
+    source = resolve_model(options.model or DEFAULT_MODEL, revision=options.revision)
+    dtype = options.dtype or _default_dtype(source, options.provider)
+    path = cached_export_path(cache_folder(options.cache_dir), source, dtype, options.max_context)
+    if not (path / MANIFEST_FILE).exists():
+        from qwen_onnx.making import make_export
+
+        print(f"exporting {source.model_id} as {dtype}, once, to {path}", file=sys.stderr)
+        make_export(source, path, dtype=dtype, max_context=options.max_context)
+    return path
+
+
+def _default_dtype(source: ModelSource, provider: str) -> str:
+    on_cuda = provider == "cuda" or (provider == "auto" and missing_library("cuda") is None)
+    if not on_cuda:
+        return "f32"
+    from qwen_onnx.checkpoint import open_checkpoint
+
+    embedding = open_checkpoint(source.folder).tensors.get("model.embed_tokens.weight")
+    return _OWN_DTYPES.get(embedding.dtype, "f32") if embedding else "f32"
+
+
+def _show(chat: Chat, token: Token) -> None:
+    if token.top_logits:
+        print("  ".join(_labelled(chat, *best) for best in token.top_logits), file=sys.stderr)
+    text = token.text if chat.tokenizer else f"{token.token_id} "
+    print(text, end="", flush=True)
+
+
+def _labelled(chat: Chat, token_id: int, logit: float) -> str:
+    text = chat.tokenizer.decode([token_id], skip_special_tokens=False) if chat.tokenizer else ""
+    return f"{token_id} {text!r} {logit:.3f}"
+
+
+def _report(chat: Chat, result: Answer) -> None:
+    memory = peak_memory()
+    fields = [
+        f"{len(result.prompt_ids)} prompt tokens",
+        f"{len(result.token_ids)} new",
+        result.finish_reason,
+        "-" if result.ttft_ms is None else f"TTFT {result.ttft_ms:.1f} ms",
+        "-" if result.tokens_per_s is None else f"{result.tokens_per_s:.1f} tokens/s",
+        f"cache {chat.cache_bytes / 1e6:.1f} MB",
+        "" if memory is None else f"peak memory {memory / 1e6:.0f} MB",
+        f"context {chat.context_used} of {chat.runner.context_length}",
+    ]
+    print(", ".join(field for field in fields if field), file=sys.stderr)

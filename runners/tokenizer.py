@@ -1,0 +1,138 @@
+"""Text to token ids and back, by the export's own tokenizer.json."""
+
+import operator
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from qwen_onnx.errors import UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+
+# Far above every real vocabulary: one stray id of four billion in a damaged file must not size our arrays.
+_LARGEST_ID = 2**24
+
+
+class Tokenizer:
+    """A model's tokenizer: `encode`, `decode`, and what is known of its ids (`size`, `holes`, `token_id`).
+
+    Raises UserError when `backend` names no token, or an id that no real vocabulary reaches.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, origin: str = TOKENIZER_FILE) -> None:
+        # A file may have been saved with the truncation or padding of a training run: neither belongs to the text.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        named = backend.get_vocab(with_added_tokens=True).values()
+        if not named:
+            raise UserError(f"{origin}: names no token")
+        largest = max(named)
+        if largest >= _LARGEST_ID:
+            raise UserError(f"{origin}: token id {largest} is out of range")
+        self._named = np.fromiter(named, dtype=np.int64, count=len(named))
+        self.size: int = largest + 1
+        """Highest id + 1, added tokens included. Ids from here on decode to nothing."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """Read `tokenizer.json` of an exported folder or a checkpoint.
+
+        Raises UserError, naming the file, when it is missing, unreadable or not a tokenizer.
+        """
+        path = folder / TOKENIZER_FILE
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file") from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(content)
+        except BaseException as error:
+            raise _translated(error, f"{path}: not a tokenizer") from None
+        return cls(backend, origin=str(path))
+
+    @cached_property
+    def holes(self) -> NDArray[np.int64]:
+        """The ids below `size` that name no token, ascending: never to be sampled."""
+        return np.setdiff1d(np.arange(self.size, dtype=np.int64), self._named)
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The tokenizers object itself."""
+        return self._backend
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`. Nothing is inserted but what the tokenizer's own post-processor inserts.
+
+        Raises UserError for text that is not valid Unicode (it holds half of a surrogate pair).
+        """
+        try:
+            # A tokenizers.Encoding holds far more than ids (offsets, masks): only the ids leave this function.
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+            if lone is not None:
+                found = f"lone surrogate U+{ord(text[lone]):04X} at character {lone}"
+                raise UserError(f"text is not valid Unicode: {found}") from None
+            raise _translated(error, "text cannot be tokenized") from None
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`. An id that names no token, however far out of range, adds nothing.
+
+        Raises UserError when the tokenizer's decoder refuses the tokens.
+        """
+        known = [i for i in map(operator.index, ids) if 0 <= i < self.size]
+        try:
+            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _translated(error, "token ids cannot be decoded") from None
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token whose whole content is `text`, or None."""
+        try:
+            return self._backend.token_to_id(text)
+        except (TypeError, UnicodeError):
+            return None  # half of a surrogate pair: no token holds one
+
+    def visible_token(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
+        """Return the vocabulary's spelling of an id, or None for an id that `decode` passes over."""
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < self.size else None
+        if token is None or not skip_special_tokens:
+            return token
+        # Asked of decode itself, for it goes by its own list of special contents, which outlives the flag that
+        # an added token shows. Twice the id: some decoders drop the first space, and a token may be just that.
+        pair = [token_id, token_id]
+        skipped = self.decode(pair) == "" != self.decode(pair, skip_special_tokens=False)
+        return None if skipped else token
+
+
+def special_token_text(config: Mapping[str, object], key: str, *, path: Path) -> str | None:
+    """Return the text of a special token of tokenizer_config.json: a string, `{"content": string}` or null.
+
+    Raises UserError, naming the file and the key, for anything else.
+    """
+    value = config.get(key)
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    if value is None or isinstance(value, str):
+        return value
+    raise UserError(
+        f"{path}: {key} must be a string, an object with a string content, or null; found {value!r}"
+    )
+
+
+def _translated(error: BaseException, context: str) -> BaseException:
+    """Return a UserError for what the tokenizers library raised.
+
+    The library raises bare Exception, and BaseException where its Rust side panics; a Ctrl-C passes unchanged.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        return error
+    return UserError(f"{context} ({' '.join(str(error).split())})")
