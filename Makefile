@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types parity smoke clean
+.PHONY: demo test lint types parity wheel smoke clean
 
 demo: $(VENV)/installed
 	@$(BIN)/qwen-onnx export tiny $(VENV)/tiny-f32 --force >&2
@@ -23,9 +23,19 @@ lint: $(VENV)/installed-lint
 
 # Against a built wheel in a folder of its own, since the layout on disk is not the layout that is imported.
 types: $(VENV)/installed-lint
-	rm -rf $(VENV)/wheel && $(BIN)/python -m pip wheel -q --no-deps -w $(VENV)/wheel .
+	rm -rf build $(VENV)/wheel && $(BIN)/python -m pip wheel -q --no-deps -w $(VENV)/wheel .
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/wheel/unpacked $(VENV)/wheel/*.whl
 	cd $(VENV)/wheel && MYPYPATH=unpacked ../bin/mypy --config-file ../../pyproject.toml --python-executable ../bin/python -p qwen_onnx
+
+# What a user gets: a plain install, used from elsewhere; and the tests on it, with the newest ONNX Runtime.
+wheel:
+	rm -rf build $(VENV)/user && $(PYTHON) -m venv $(VENV)/user
+	$(VENV)/user/bin/python -m pip install -q .
+	cd $(VENV) && user/bin/qwen-onnx run tiny --cache-dir user/exports -p "What is 3 plus 4?"
+	$(VENV)/user/bin/python -m pip uninstall -q -y onnxruntime-gpu onnxruntime
+	$(VENV)/user/bin/python -m pip install -q --upgrade onnxruntime pytest hypothesis
+	cd $(VENV) && user/bin/python -c "import onnxruntime; print('ONNX Runtime', onnxruntime.__version__)"
+	cd $(VENV) && user/bin/python -m pytest -q -c ../pyproject.toml --rootdir .. ../tests
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.
 smoke: $(VENV)/installed

@@ -28,7 +28,7 @@ from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import Tokenizer
-from qwen_onnx.staging import refuse_output, staged_folder
+from qwen_onnx.staging import recover, refuse_output, staged_folder
 from qwen_onnx.weights import (
     OutputTensor,
     arrange,
@@ -98,6 +98,7 @@ def export_model(
         raise UserError(f"dtype {dtype!r} is not known; choose f32, f16 or bf16")
     source = resolve_model(model, revision=revision) if isinstance(model, str) else model
     out = out or Path(f"{source.name}-{dtype}")
+    recovered = recover(out)
     refuse_output(out, force=force, keep=source.folder)
     try:
         checkpoint = open_checkpoint(source.folder)
@@ -116,7 +117,7 @@ def export_model(
             contract.write_manifest(folder, manifest)
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
-    notes = (*checkpoint.notes, *text.notes)
+    notes = (*recovered, *checkpoint.notes, *text.notes)
     return ExportSummary(out, manifest, notes, time.perf_counter() - started, peak_memory())
 
 

@@ -155,8 +155,8 @@ def _export_folder(options: RunOptions) -> Path:
     from qwen_onnx.staging import recover
 
     given = Path(options.model).expanduser()
-    if options.model:
-        for note in recover(given):
+    if options.model and not (given / MANIFEST_FILE).exists():
+        for note in recover(given):  # a killed `export --force` may have left it displaced
             print(f"note: {note}", file=sys.stderr)
     if options.model and (given / MANIFEST_FILE).exists():
         if options.revision is not None:
