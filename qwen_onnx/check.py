@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ParamSpec
@@ -12,10 +11,11 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from qwen_onnx.checkpoint import FLOAT_DTYPES, Checkpoint, StoredTensor, open_checkpoint, read_header
+from qwen_onnx.checkpoint import Checkpoint, open_checkpoint
 from qwen_onnx.contract import Golden, GraphSpec, Manifest, read_manifest, write_manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.exporter import STORED_DTYPES, hash_file
+from qwen_onnx.exporter import hash_file
+from qwen_onnx.graph_plan import STORED_DTYPES
 from qwen_onnx.graphs.build import verify
 from qwen_onnx.hub import resolve_model
 from qwen_onnx.info import load_graph
@@ -23,6 +23,7 @@ from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.session import SessionOptions, choose_provider
+from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor, read_header, same_bytes
 from qwen_onnx.weights import PIECE, converted, rotary_tensors
 
 P = ParamSpec("P")
@@ -114,20 +115,9 @@ def _foreign_weights(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -
         found = stored.get(wanted.name)
         if found is None or (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
             return f"weights: {wanted.name} is not in the export as {wanted.dtype} {list(wanted.shape)}"
-        if not _same_bytes(found.chunks(PIECE), wanted.pieces()):
+        if not same_bytes(found.chunks(PIECE), wanted.pieces()):
             return f"weights: {wanted.name} differs from the checkpoint's"
     return None
-
-
-def _same_bytes(left: Iterator[bytes], right: Iterator[bytes | memoryview]) -> bool:
-    held, other = b"", b""
-    for a, b in itertools.zip_longest(left, right, fillvalue=b""):
-        held, other = held + a, other + bytes(b)
-        common = min(len(held), len(other))
-        if held[:common] != other[:common]:
-            return False
-        held, other = held[common:], other[common:]
-    return not held and not other
 
 
 def _check_logits(folder: Path, manifest: Manifest, checkpoint: Checkpoint, provider: str) -> Finding:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.jsonfile import read_json
 
 T = TypeVar("T")
 
@@ -134,6 +133,38 @@ class Manifest:
         raise UserError(
             f"this export has no {entry} graph for {provider}; it has graphs for {', '.join(known)}"
         )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object stored in `path`.
+
+    Raises UserError, naming the file, when it is missing, unreadable, not UTF-8, not JSON, too deeply
+    nested, or not an object.
+    """
+    try:
+        # utf-8-sig: files saved by Windows editors open with a byte order mark.
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 (byte {error.start})") from None
+    except RecursionError:
+        raise UserError(f"{path}: JSON nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds a JSON {_name_of(value)}, not an object")
+    return value
+
+
+def _name_of(value: object) -> str:
+    if isinstance(value, list):
+        return "array"
+    if isinstance(value, str):
+        return "string"
+    return "null" if value is None else "boolean" if isinstance(value, bool) else "number"
 
 
 def read_manifest(folder: Path) -> Manifest:

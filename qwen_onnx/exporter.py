@@ -12,18 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import onnx_ir as ir
-
 from qwen_onnx import contract
-from qwen_onnx.checkpoint import Checkpoint, open_checkpoint
+from qwen_onnx.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import FileSpec, Golden, GraphSpec, Manifest, TensorSpec
+from qwen_onnx.contract import FileSpec, Golden, GraphSpec, Manifest, read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.graphs.build import StoredParameter, build_decoder, build_grow, parameters, save_graph
-from qwen_onnx.graphs.state import Precision
-from qwen_onnx.graphs.static import StaticLowering
+from qwen_onnx.graph_plan import STORED_DTYPES, build_planned, graph_plans, graph_spec, match_tensors
+from qwen_onnx.graphs.build import StoredParameter, save_graph
 from qwen_onnx.hub import ModelSource, resolve_model
-from qwen_onnx.jsonfile import read_json
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.stop_ids import stop_ids
@@ -38,24 +34,8 @@ from qwen_onnx.weights import (
     write_safetensors,
 )
 
-SIDE_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "chat_template.json", "LICENSE",
-)  # fmt: skip
-STORED_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-_IR_DTYPES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 _GOLDEN_FILE = "golden.json"
 _PACKAGES = ("qwen-onnx", "numpy", "onnx", "onnx-ir", "onnxscript", "ml_dtypes")
-
-
-class GraphPlan(NamedTuple):
-    """A graph file to be written."""
-
-    file: str
-    entry: str
-    precision: Precision
-    providers: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,27 +101,6 @@ def export_model(
     return ExportSummary(out, manifest, notes, time.perf_counter() - started, peak_memory())
 
 
-def graph_plans(dtype: str) -> list[GraphPlan]:
-    """The graph files of an export. The CPU provider cannot multiply bf16, so bf16 has f32-computing twins."""
-    kind = _IR_DTYPES[dtype]
-    own, entries = Precision(kind, kind), ("prefill", "decode", "grow")
-    if dtype != "bf16":
-        return [GraphPlan(f"{entry}.onnx", entry, own, ("cpu", "cuda")) for entry in entries]
-    on_cpu = Precision(kind, ir.DataType.FLOAT)
-    return [
-        *(GraphPlan(f"{entry}.onnx", entry, own, ("cuda",)) for entry in entries),
-        *(GraphPlan(f"{entry}.cpu.onnx", entry, on_cpu, ("cpu",)) for entry in entries),
-    ]
-
-
-def build_planned(plan: GraphPlan, config: QwenConfig, positions: int) -> ir.Model:
-    """The graph of one plan, its weights declared and not loaded."""
-    if plan.entry == "grow":
-        return build_grow(config, plan.precision.hidden)
-    single = plan.entry == "decode"
-    return build_decoder(config, plan.precision, StaticLowering(), positions=positions, single=single)
-
-
 class _TextSide(NamedTuple):
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...]
@@ -167,7 +126,7 @@ class _Writer:
             (plan, build_planned(plan, checkpoint.config, positions)) for plan in graph_plans(dtype)
         ]
         self._rotary = rotary_tensors(checkpoint.config, positions)
-        _match_tensors(self._models[0][1], checkpoint, {tensor.name for tensor in self._rotary})
+        match_tensors(self._models[0][1], checkpoint, {tensor.name for tensor in self._rotary})
 
     def write_weights(self) -> None:
         stored = STORED_DTYPES[self.dtype]
@@ -215,7 +174,7 @@ class _Writer:
             path = self.folder / plan.file
             save_graph(model, path, self.places)
             self.files[plan.file] = hash_file(path)
-            self.graphs.append(_graph_spec(plan, model))
+            self.graphs.append(graph_spec(plan, model))
 
     def copy_side_files(self) -> None:
         for name in SIDE_FILES:
@@ -232,31 +191,6 @@ def _positions(config: QwenConfig, max_context: int | None) -> int:
     return max_context
 
 
-def _match_tensors(model: ir.Model, checkpoint: Checkpoint, made: set[str]) -> None:
-    """Every parameter has its tensor, of its shape and a float type, and no tensor is left over."""
-    wanted = {name: value for name, value in parameters(model).items() if name not in made}
-    found = checkpoint.tensors
-    if missing := sorted(wanted.keys() - found.keys()):
-        raise UserError(f"{checkpoint.folder}: {len(missing)} tensors are missing: {_some(missing)}")
-    if surplus := sorted(found.keys() - wanted.keys()):
-        file = found[surplus[0]].file
-        raise UserError(
-            f"{file}: {len(surplus)} tensors that config.json does not describe: {_some(surplus)}"
-        )
-    for name, value in wanted.items():
-        tensor, shape = found[name], tuple(value.shape.numpy()) if value.shape else ()
-        if tensor.shape != shape:
-            raise UserError(
-                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json wants {list(shape)}"
-            )
-        if tensor.dtype not in STORED_DTYPES.values():
-            raise UserError(f"{tensor.file}: tensor {name} is {tensor.dtype}; wanted F32, F16 or BF16")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
 def _read_text_side(folder: Path, config: QwenConfig) -> _TextSide:
     """The tokenizer must fit the embedding, and the ids that end an answer must be readable now, not later."""
     if not (folder / "tokenizer.json").exists():
@@ -270,24 +204,6 @@ def _read_text_side(folder: Path, config: QwenConfig) -> _TextSide:
     template = ChatTemplate.from_folder(folder)
     notes = () if template else (f"{folder}: no chat template; use `run --raw`",)
     return _TextSide(tuple(sorted(stop_ids(folder, tokenizer, template))), notes)
-
-
-def _graph_spec(plan: GraphPlan, model: ir.Model) -> GraphSpec:
-    def specs(values: list[ir.Value]) -> tuple[TensorSpec, ...]:
-        return tuple(
-            TensorSpec(
-                value.name or "",
-                ir.DataType(value.dtype or 0).numpy().name,
-                tuple(dim if isinstance(dim, int) else str(dim) for dim in value.shape or ()),
-            )
-            for value in values
-        )
-
-    graph = model.graph
-    return GraphSpec(
-        plan.file, plan.entry, StaticLowering.name, plan.providers, dict(graph.opset_imports),
-        specs(list(graph.inputs)), specs(list(graph.outputs)),
-    )  # fmt: skip
 
 
 def _read_golden(path: Path) -> Golden | None:

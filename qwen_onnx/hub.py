@@ -10,30 +10,16 @@ import errno
 import re
 from pathlib import Path
 
+from qwen_onnx.checkpoint import INDEX_FILE, SIDE_FILES, SINGLE_FILE
 from qwen_onnx.config import parse_config
+from qwen_onnx.contract import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.jsonfile import read_json
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 BUNDLED_MODEL = "tiny"
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    INDEX_FILE,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "LICENSE*",
-)
-"""All that an export reads or copies beside the weights, as fnmatch patterns."""
+SMALL_FILES = (*SIDE_FILES, INDEX_FILE)
+"""All that an export reads or copies beside the weights."""
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 _LOCAL = re.compile(r"[./~\\]|[A-Za-z]:")

@@ -18,12 +18,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from qwen_onnx.checkpoint import FLOAT_DTYPES, StoredTensor
 from qwen_onnx.config import QwenConfig
 from qwen_onnx.contract import FileSpec
 from qwen_onnx.errors import UserError
 from qwen_onnx.graphs.build import StoredParameter
 from qwen_onnx.graphs.rotary import rotary_rows
+from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor
 
 PAGE = 4096
 PIECE = 8 << 20  # bytes read, converted and written at a time

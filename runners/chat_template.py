@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from qwen_onnx.contract import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.jsonfile import read_json
 from qwen_onnx.runners.template_sandbox import RefusalError, TemplateSandbox, render_bounded
 from qwen_onnx.runners.tokenizer import special_token_text
 

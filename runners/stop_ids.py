@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from qwen_onnx.contract import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.jsonfile import read_json
 from qwen_onnx.runners.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate
 from qwen_onnx.runners.tokenizer import Tokenizer, special_token_text
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from qwen_onnx.contract import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.jsonfile import read_json
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,231 @@
+"""`from qwen_onnx import export, load`: what the package promises to programs, and to strangers' programs."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import foreign_loop
+import numpy as np
+import pytest
+from chats import endless, tiny
+from refusals import refused
+
+import qwen_onnx
+from qwen_onnx import UserError, load
+from qwen_onnx.runners import session
+from qwen_onnx.runners.chat import Chat, Token
+from qwen_onnx.runners.sampling import greedy, top, without_nameless
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def ids(tokens: list[Token]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+def say(chat: Chat, prompt: Any, count: int | None = 12, **options: Any) -> list[Token]:
+    return list(chat.generate(prompt, max_new_tokens=count, **options))
+
+
+def test_the_example_of_the_package_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert qwen_onnx.__doc__ is not None
+    _, example = qwen_onnx.__doc__.split("\n\n", 1)
+    assert "Qwen/Qwen2.5-0.5B-Instruct" in example
+    exec(example.replace("Qwen/Qwen2.5-0.5B-Instruct", "tiny"), {})
+    assert capsys.readouterr().out == "Hello! How can I help you?"
+
+
+@pytest.mark.parametrize("name", ["export", "load"])
+def test_every_argument_is_typed_and_documented(name: str) -> None:
+    function = getattr(qwen_onnx, name)
+    signature = inspect.signature(function)
+    arguments = inspect.getdoc(function).split("Args:")[1].split("Raises:")[0]
+    for parameter in signature.parameters.values():
+        assert parameter.annotation is not inspect.Parameter.empty
+        assert f"    {parameter.name}: " in arguments
+    assert signature.return_annotation is not inspect.Signature.empty
+    assert (Path(qwen_onnx.__file__).parent / "py.typed").exists()
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    """Seconds of import for `--help`; a need for torch that nobody stated."""
+    code = "import qwen_onnx.cli, sys; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    heavy = {"numpy", "onnx", "onnxruntime", "onnxscript", "huggingface_hub", "torch", "transformers"}
+    assert not heavy & set(modules.split())
+
+
+def test_errors_are_the_users_and_one_line(tmp_path: Path) -> None:
+    refused(load, tmp_path / "nothing", mentions=("no such export folder",))
+    refused(load, str(endless()), max_context=0, mentions=("--max-context 0", "4096"))
+    refused(load, endless(), provider="metal", mentions=("'metal'",))
+    refused(qwen_onnx.export, tmp_path / "nothing", mentions=("no such folder",))
+    refused(qwen_onnx.export, "tiny", endless().parent / "x", dtype="int4", mentions=("'int4'",))
+    assert issubclass(qwen_onnx.NonFiniteLogitsError, UserError)
+
+
+def test_messages_text_and_ids_are_the_same_prompt() -> None:
+    chat, another = load(endless()), load(endless())
+    text = chat.template.render(HI)
+    by_messages = say(chat, HI)
+    prompt = chat.prompt_ids(HI)
+    for other in (text, prompt, tuple(prompt), np.array(prompt), np.array(prompt, np.int32)):
+        assert ids(say(another, other)) == ids(by_messages)
+
+
+@pytest.mark.parametrize("prompt", [[1, HI[0]], [HI[0], 2], [1, "a"], ["a"], [None], [1.0]])
+def test_mixtures_are_refused(prompt: list[Any]) -> None:
+    refused(say, load(endless()), prompt, mentions=("not a mixture",))
+
+
+@pytest.mark.parametrize("prompt", ["", [], ()])
+def test_an_empty_prompt_is_refused(prompt: Any) -> None:
+    refused(say, load(endless()), prompt, mentions=("empty",))
+
+
+def test_no_token_that_has_no_name() -> None:
+    """Padded rows of the embedding: an id is sampled that no tokenizer can decode."""
+    chat = load(endless())
+    assert chat.tokenizer.size < chat.runner.manifest.vocab_size
+    best = [token.top_logits for token in say(chat, HI, 100, ignore_eos=True, top_logits=1000)]
+    assert max(token_id for step in best for token_id, _ in step) < chat.tokenizer.size
+
+
+def test_the_best_are_fewer_where_fewer_have_names() -> None:
+    """-Infinity among them, which is no JSON; ids that no tokenizer knows."""
+    logits = np.array([1.0, 9.0, 3.0, 9.0], np.float32)
+    named = without_nameless(logits, 3, np.array([1]))
+    assert top(named, 3) == [(2, 3.0), (0, 1.0)]
+    assert greedy(named) == 2
+    assert top(logits, 2) == [(1, 9.0), (3, 9.0)]
+
+
+def test_metrics_are_consistent() -> None:
+    """Tokens per second with the prompt's time in them; a time to first token that grows."""
+    chat = load(endless())
+    started = time.perf_counter()
+    tokens = say(chat, HI, 6)
+    passed = time.perf_counter() - started
+    assert {token.prompt_tokens for token in tokens} == {len(chat.prompt_ids(HI))}
+    assert {token.cached_tokens for token in tokens} == {0}
+    [ttft] = {token.ttft_ms for token in tokens}
+    assert 0 < ttft < 1e3 * passed
+    assert tokens[0].tokens_per_s is None
+    for made, token in enumerate(tokens[1:], start=1):
+        assert made / token.tokens_per_s < passed - ttft / 1e3
+    assert [token.finish_reason for token in tokens] == [None] * 5 + ["length"]
+    assert {token.top_logits for token in tokens} == {()}
+    assert chat.context_used == len(chat.prompt_ids(HI)) + 5
+
+
+def test_streamed_text_is_the_decoded_text() -> None:
+    """Characters of several tokens lost, doubled, or cut off at the end."""
+    chat = load(endless())
+    long = say(chat, HI, 60, ignore_eos=True)
+
+    def streamed(tokens: list[Token]) -> str:
+        return "".join(token.text for token in tokens)
+
+    cuts = [n for n in range(1, 60) if streamed(long[:n]) != chat.tokenizer.decode(ids(long[:n]))]
+    assert cuts, "no answer that stops within a character"
+    for count in (1, *cuts, 60):
+        tokens = say(chat, HI, count, ignore_eos=True)
+        assert ids(tokens) == ids(long[:count])
+        assert streamed(tokens) == chat.tokenizer.decode(ids(tokens))
+
+
+def test_a_turn_computes_only_what_is_new() -> None:
+    """Each turn costs a prefill of the whole history; or the history is reused where it was edited."""
+    chat = load(endless())
+    first = say(chat, HI)
+    answer = {"role": "assistant", "content": "".join(token.text for token in first)}
+    longer = [*HI, answer, {"role": "user", "content": "And?"}]
+    second = say(chat, longer)
+    assert second[0].cached_tokens >= len(chat.prompt_ids(HI))
+    assert second[0].cached_tokens < second[0].prompt_tokens
+    assert ids(second) == ids(say(load(endless()), longer))
+
+    edited = [{"role": "user", "content": "Ho"}, *longer[1:]]
+    third = say(chat, edited)
+    shared = third[0].cached_tokens
+    assert chat.prompt_ids(edited)[:shared] == chat.prompt_ids(longer)[:shared]
+    assert 0 < shared < len(chat.prompt_ids(HI))
+    assert ids(third) == ids(say(load(endless()), edited))
+    again = say(chat, edited)
+    assert again[0].cached_tokens == again[0].prompt_tokens - 1
+    assert ids(again) == ids(third)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, chat: Chat, stage: str, call: int) -> None:
+    """Ctrl-C in the given call of one of the runner's stages, counted from 1; never again after that."""
+    whole, calls = getattr(chat.runner, stage), itertools.count(1)
+
+    def struck(*arguments: Any) -> Any:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(chat.runner, stage, struck)
+
+
+def test_an_interrupted_step_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token is in the cache, its keys and values are not: every later turn reads zeros for it."""
+    chat = load(endless())
+    interrupt(monkeypatch, chat, "_compute", call=3)
+    with pytest.raises(KeyboardInterrupt):
+        say(chat, HI)
+    made = ids(say(load(endless()), HI, 2))
+    longer = [*chat.prompt_ids(HI), *made, 5, 6]
+    assert ids(say(chat, longer)) == ids(say(load(endless()), longer))
+
+
+def test_an_interrupted_growth_leaves_a_cache_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers' buffers are larger than others, and than what the next turn asks for."""
+    chat, prompt = load(endless()), [5] * 250
+    say(chat, prompt, 1)
+    interrupt(monkeypatch, chat, "_grow", call=2)
+    with pytest.raises(KeyboardInterrupt):
+        say(chat, prompt + [6] * 500)
+    after = say(chat, prompt + [7] * 100)
+    assert ids(after) == ids(say(load(endless()), prompt + [7] * 100))
+
+
+def test_threads_reach_the_session() -> None:
+    for given, wanted in ((1, 1), (3, 3), (None, session.available_cores())):
+        settings = load(endless(), threads=given).runner._session.get_session_options()
+        assert settings.intra_op_num_threads == wanted
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_a_foreign_loop_gets_the_same_ids(dtype: str) -> None:
+    """Exports that only their own runner can run; a contract that is written nowhere."""
+    source = Path(foreign_loop.__file__)
+    assert "qwen" not in source.read_text(encoding="utf-8")
+    question = {"role": "user", "content": "Repeat after me: cloud river"}
+    chat = load(tiny(dtype), provider="cpu")
+    prompt = (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        f"<|im_start|>user\n{question['content']}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    run = [sys.executable, "-I", str(source), str(tiny(dtype)), prompt, "40"]
+    found = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    assert found == ids(say(chat, [question], 40))
+    assert chat.tokenizer.decode(found) == "cloud river"
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_a_foreign_loop_on_random_weights(dtype: str) -> None:
+    """The same where no answer is obvious, and no end token comes."""
+    chat = load(endless(dtype), provider="cpu")
+    found = foreign_loop.generate(endless(dtype), chat.template.render(HI), 100)
+    assert found == ids(say(chat, HI, 100))

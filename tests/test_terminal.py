@@ -1,0 +1,106 @@
+"""The real command on a pseudo-terminal: answers stream, Ctrl-C stops one of them, Ctrl-D leaves."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+
+import pytest
+from chats import endless
+from command import child
+
+if sys.platform == "win32":
+    pytest.skip("no pseudo-terminals there", allow_module_level=True)
+
+PATIENCE = 180  # seconds: of a slow machine, not of the program
+# The child makes the terminal its own, so that Ctrl-C typed there is a signal to it.
+CONTROLLING = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+
+
+class Terminal:
+    """Our end of a pseudo-terminal."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._unread = descriptor, b""
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._descriptor, keys)
+
+    def wait_for(self, text: bytes) -> None:
+        """Read up to and with `text`; what comes after it is left for the next call."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self._unread:
+            left = deadline - time.monotonic()
+            assert left > 0, f"{text!r} did not come; {self._unread[-2000:]!r} did"
+            self._unread += self._read(left)
+        self._unread = self._unread.split(text, 1)[1]
+
+    def wait_for_more(self) -> None:
+        """Anything at all, beyond what was waited for already."""
+        while not self._unread:
+            self._unread += self._read(PATIENCE)
+        self._unread = b""
+
+    def _read(self, seconds: float) -> bytes:
+        ready, _, _ = select.select([self._descriptor], [], [], seconds)
+        assert ready, f"nothing came for {seconds:.0f} s"
+        try:
+            data = os.read(self._descriptor, 4096)
+        except OSError:  # Linux's word for the other end closing
+            data = b""
+        assert data, f"the program left; it had said {self._unread[-2000:]!r}"
+        return data
+
+
+def test_a_session_on_a_terminal() -> None:
+    """Ctrl-C that kills the session, is swallowed, or leaves a prompt that takes no more lines."""
+    ours, theirs = os.openpty()
+    arguments = ("run", endless(), "--provider", "cpu", "--ignore-eos", "--max-new-tokens", 100_000)
+    settings = {
+        "stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True,
+        # Without colours and cursor movements, whatever terminal the tests run in.
+        "environment": {"TERM": "dumb", "INPUTRC": os.devnull},
+    }  # fmt: skip
+    try:
+        with child(*arguments, program=CONTROLLING, **settings) as process:
+            os.close(theirs)
+            terminal = Terminal(ours)
+            terminal.wait_for(b"/help for commands")
+            terminal.wait_for(b"> ")
+            for question in (b"one", b"two"):
+                terminal.type(question + b"\n")
+                terminal.wait_for(question + b"\r\n")
+                terminal.wait_for_more()  # the answer has begun, and has no end
+                assert process.poll() is None
+                terminal.type(b"\x03")
+                terminal.wait_for(b"(interrupted)")
+                terminal.wait_for(b"> ")
+            terminal.type(b"/stats\n")
+            terminal.wait_for(b"tokens used")
+            terminal.wait_for(b"> ")
+            terminal.type(b"\x04")
+            assert process.wait(PATIENCE) == 0
+    finally:
+        os.close(ours)
+
+
+def test_ctrl_c_twice_at_the_prompt() -> None:
+    ours, theirs = os.openpty()
+    settings = {
+        "stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True,
+        "environment": {"TERM": "dumb", "INPUTRC": os.devnull},
+    }  # fmt: skip
+    try:
+        with child("run", endless(), "--provider", "cpu", program=CONTROLLING, **settings) as process:
+            os.close(theirs)
+            terminal = Terminal(ours)
+            terminal.wait_for(b"> ")
+            terminal.type(b"\x03")
+            terminal.wait_for(b"Ctrl-C again")
+            terminal.wait_for(b"> ")
+            terminal.type(b"\x03")
+            assert process.wait(PATIENCE) == 130
+    finally:
+        os.close(ours)
