@@ -39,6 +39,13 @@ def test_a_piped_prompt_is_the_prompt_of_p() -> None:
         assert (again["prompt_ids"], again["token_ids"]) == (one["prompt_ids"], one["token_ids"])
 
 
+def test_a_chat_whose_answers_go_to_a_file() -> None:
+    """The prompt and the commands' replies among them."""
+    ran = command("run", tiny(), terminal=True, stdin="What is 3 plus 4?\n/help\n")
+    assert (ran.code, ran.out) == (0, "3 plus 4 is 7.\n")
+    assert ran.err.count("> ") == 3
+
+
 def test_json_has_the_documented_keys() -> None:
     answer = run_json(endless(), "-p", "Hi", "--max-new-tokens", 4)
     assert answer.keys() == KEYS
