@@ -51,7 +51,9 @@ class Runner:
         graph = self.manifest.graph("prefill", self.provider)
         grow = self.manifest.graph("grow", self.provider)
         verify_sizes(folder, self.manifest, graph)
-        self._session = open_session(folder / graph.file, self.provider, options)
+        # Weights of another type are cast to f32 copies at load anyway: there is nothing to map.
+        mapped = self.provider == "cpu" and self.manifest.dtype == "f32"
+        self._session = open_session(folder / graph.file, self.provider, options, map_weights=mapped)
         self._grow_session = open_session(folder / grow.file, self.provider, options)
         self._device = "cpu" if self.provider == "cpu" else "cuda"
         self._prefill_chunk = prefill_chunk

@@ -112,8 +112,14 @@ def missing_library(provider: str) -> str | None:
     return _load_fault(str(folder / f"{prefix}{_PROVIDER_LIBRARIES[provider]}{suffix}"))
 
 
-def open_session(path: Path, provider: str, options: SessionOptions) -> onnxruntime.InferenceSession:
+def open_session(
+    path: Path, provider: str, options: SessionOptions, *, map_weights: bool = False
+) -> onnxruntime.InferenceSession:
     """A session on exactly this provider (and the CPU provider behind it).
+
+    Args:
+        map_weights: compute on the weights file's own pages instead of a repacked private copy: the session
+            starts in a tenth of the time, processes share one copy, and prefill is a tenth slower.
 
     Raises:
         UserError: the file does not load, or the provider silently gave way to another.
@@ -122,6 +128,8 @@ def open_session(path: Path, provider: str, options: SessionOptions) -> onnxrunt
     settings = ort.SessionOptions()
     settings.log_severity_level = _ERRORS
     settings.intra_op_num_threads = options.threads or available_cores()
+    if map_weights:
+        settings.add_session_config_entry("session.disable_prepacking", "1")
     providers: Sequence[Any] = [(PROVIDERS[provider], provider_options(provider))]
     try:
         session = ort.InferenceSession(str(path), settings, providers=providers)

@@ -76,6 +76,9 @@ def open_on_cpu(path: Path, **settings: Any) -> onnxruntime.InferenceSession:
     """One thread, as above. `settings` are attributes of onnxruntime.SessionOptions."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
+    options.add_session_config_entry(
+        "session.disable_prepacking", "1"
+    )  # as the runner for f32: sums in its order
     options.log_severity_level = 3  # the warnings about TensorScatter are asked for where they matter
     for name, value in settings.items():
         setattr(options, name, value)

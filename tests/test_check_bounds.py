@@ -36,7 +36,7 @@ def test_other_ids_are_accepted_at_near_ties_only(dtype: str) -> None:
     for margin, ok in ((0.99 * reach, True), (1.01 * reach, False)):
         found = compare_golden(golden([5, 7, 9], 0), golden([5, 6, 9], margin), dtype, "cuda")
         assert found.ok == ok
-        assert "up to step 1 of 3 on cuda" in found.text
+        assert "2 of 3 equal on cuda" in found.text
 
 
 def test_a_near_tie_for_f16_is_a_mismatch_in_f32() -> None:
@@ -45,10 +45,15 @@ def test_a_near_tie_for_f16_is_a_mismatch_in_f32() -> None:
     assert compare_golden(here, there, "float16", "cpu").ok
 
 
-def test_the_margin_that_counts_is_of_the_step_where_they_part() -> None:
+def test_the_margins_that_count_are_of_the_steps_where_they_part() -> None:
     there = Golden((1,), (5, 6, 7), (1e-6, 3.0, 1e-6))
     assert not compare_golden(golden([5, 9, 7], 0), there, "float16", "cpu").ok
     assert compare_golden(golden([9, 6, 7], 0), there, "float16", "cpu").ok
+
+
+def test_a_near_tie_hides_no_mismatch_after_it() -> None:
+    there = Golden((1,), (5, 6, 7), (1e-6, 3.0, 3.0))
+    assert not compare_golden(golden([9, 6, 8], 0), there, "float16", "cpu").ok
 
 
 def test_too_few_ids_are_a_mismatch() -> None:
