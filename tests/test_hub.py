@@ -301,7 +301,11 @@ class TestLocal:
         assert resolve_model(".").name == "möbel 7b"
 
     @pytest.mark.parametrize("model", ["./none", "/none/such", "~/none", "C:\\models\\qwen", "..\\x", "../x"])
-    def test_what_reads_like_a_path_is_never_looked_up(self, model: str) -> None:
+    def test_what_reads_like_a_path_is_never_looked_up(
+        self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")  # beside which nothing is called x
         with pytest.raises(UserError, match="no such folder"):
             resolve_model(model)
 
