@@ -1,1 +1,4 @@
-"""ONNX graphs of Qwen decoders, built with onnxscript. Read: state, layers, attention, static, model, build."""
+"""ONNX graphs of Qwen decoders, built with onnxscript.
+
+Read: state, layers, rotary, attention, lowering, static, model, build.
+"""

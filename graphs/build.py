@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +13,9 @@ from onnxscript import GraphBuilder
 
 from qwen_onnx import contract
 from qwen_onnx.config import QwenConfig
+from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.model import QwenForCausalLM
 from qwen_onnx.graphs.state import KeyValue, Precision
-from qwen_onnx.graphs.static import StaticLowering
 
 # Where onnxscript leaves what went wrong in shape inference: it never raises.
 _INFERENCE_ERROR = "pkg.onnxscript.shape_inference_error"
@@ -30,7 +31,7 @@ class StoredParameter(NamedTuple):
 
 
 def build_decoder(
-    config: QwenConfig, precision: Precision, lowering: StaticLowering, *, positions: int, single: bool
+    config: QwenConfig, precision: Precision, lowering: Lowering, *, positions: int, single: bool
 ) -> ir.Model:
     """The decoder with its cache as inputs and outputs; weights declared, not loaded.
 
@@ -47,7 +48,7 @@ def build_decoder(
     )
     # A Module belongs to the first graph it is called in, so the tree is made anew for each graph.
     model = QwenForCausalLM(config, precision, lowering.attention, positions)
-    step, last_B = lowering.begin(builder, config, model.rotary, ids_BS)
+    step, last_B = lowering.begin(builder, config, model.rotary, ids_BS, single=single)
     layers = config.num_hidden_layers
     shape: list[int | str] = [
         contract.BATCH,
@@ -67,9 +68,9 @@ def build_decoder(
     return _finish(graph)
 
 
-def build_grow(config: QwenConfig, dtype: ir.DataType) -> ir.Model:
+def build_grow(config: QwenConfig, dtype: ir.DataType, lowering: Lowering) -> ir.Model:
     """Copies one cache buffer into the front of a larger one, on whatever device both are on."""
-    graph, builder = _empty_graph("grow", StaticLowering.opsets)
+    graph, builder = _empty_graph("grow", lowering.opsets)
     heads, size = config.num_key_value_heads, config.head_dim
     small = builder.input(contract.GROW_FROM, dtype, [contract.BATCH, heads, contract.CAPACITY, size])
     large = builder.input(contract.GROW_INTO, dtype, [contract.BATCH, heads, contract.LARGER_CAPACITY, size])
@@ -118,7 +119,7 @@ def verify(model: onnx.ModelProto) -> None:
     onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
 
 
-def _empty_graph(name: str, opsets: dict[str, int]) -> tuple[ir.Graph, GraphBuilder]:
+def _empty_graph(name: str, opsets: Mapping[str, int]) -> tuple[ir.Graph, GraphBuilder]:
     graph = ir.Graph([], [], nodes=[], name=f"qwen_{name}", opset_imports=dict(opsets))
     return graph, GraphBuilder(graph)
 

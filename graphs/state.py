@@ -7,7 +7,7 @@ M = B x S tokens in a row, D hidden, F feed-forward, V vocabulary, N query heads
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -29,21 +29,6 @@ class KeyValue(NamedTuple):
     value_BKCH: ir.Value
 
 
-class Step(NamedTuple):
-    """Where the query tokens are and what they may see: made once per graph, read by every layer."""
-
-    position_ids_BS: ir.Value
-    """int64: the row of the rotary tables, counted per sequence without its padding."""
-    write_indices_B: ir.Value
-    """int64: the cache slot of each row's first query token."""
-    live_length: ir.Value
-    """int64 [1]: T, the slots that attention reads."""
-    mask_B1ST: ir.Value
-    """f32, added to the scores: 0 where a query may look, a large negative number where not."""
-    query_shape: ir.Value | list[int]
-    """int64 [4]: B, S, N, H."""
-    key_shape: ir.Value | list[int]
-    """int64 [4]: B, S, K, H."""
-    cos_PH2: ir.Value
-    """f32 [positions, H/2]."""
-    sin_PH2: ir.Value
+Step = Any
+"""Where the query tokens are and what they may see. Each lowering has its own kind: its `begin` makes one per
+graph, its attention reads it, and the model between them only hands it on."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+from typing import NamedTuple
+
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
@@ -9,19 +12,40 @@ from qwen_onnx.config import QwenConfig
 from qwen_onnx.contract import ATTENTION_MASK, BATCH, CAPACITY, LIVE, POSITION_IDS, SEQUENCE, WRITE_INDICES
 from qwen_onnx.graphs.attention import Attention
 from qwen_onnx.graphs.layers import RMSNorm, as_type
+from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.rotary import RotaryTables
-from qwen_onnx.graphs.state import KeyValue, Step
+from qwen_onnx.graphs.state import KeyValue
 
 # Finite, so that a row that may look at nothing (padding) averages garbage instead of dividing 0 by 0, and
 # far enough from f32's end that no score added to it becomes infinite.
 MASKED = -1e30
 
 
+class StaticStep(NamedTuple):
+    """Where the query tokens are and what they may see: made once per graph, read by every layer."""
+
+    position_ids_BS: ir.Value
+    """int64: the row of the rotary tables, counted per sequence without its padding."""
+    write_indices_B: ir.Value
+    """int64: the cache slot of each row's first query token."""
+    live_length: ir.Value
+    """int64 [1]: T, the slots that attention reads."""
+    mask_B1ST: ir.Value
+    """f32, added to the scores: 0 where a query may look, a large negative number where not."""
+    query_shape: ir.Value | list[int]
+    """int64 [4]: B, S, N, H."""
+    key_shape: ir.Value | list[int]
+    """int64 [4]: B, S, K, H."""
+    cos_PH2: ir.Value
+    """f32 [positions, H/2]."""
+    sin_PH2: ir.Value
+
+
 class StaticAttention(Attention):
     """Rotate, write into the cache, attend over its live part; all of it in f32 but the cache itself."""
 
     def attend(
-        self, op: OpBuilder, q_MX: ir.Value, k_MX: ir.Value, v_MX: ir.Value, past: KeyValue, step: Step
+        self, op: OpBuilder, q_MX: ir.Value, k_MX: ir.Value, v_MX: ir.Value, past: KeyValue, step: StaticStep
     ) -> tuple[ir.Value, KeyValue]:
         """See Attention.attend."""
         q_BNSH = self._rotated(op, self._heads(op, q_MX, step.query_shape, self.q_norm), step)
@@ -45,34 +69,36 @@ class StaticAttention(Attention):
             x_BSNH = norm(op, x_BSNH)
         return op.Transpose(x_BSNH, perm=[0, 2, 1, 3])
 
-    def _rotated(self, op: OpBuilder, x_BNSH: ir.Value, step: Step) -> ir.Value:
+    def _rotated(self, op: OpBuilder, x_BNSH: ir.Value, step: StaticStep) -> ir.Value:
         x_BNSH = as_type(op, x_BNSH, ir.DataType.FLOAT)
         return op.RotaryEmbedding(x_BNSH, step.cos_PH2, step.sin_PH2, step.position_ids_BS)
 
 
-def _live(op: OpBuilder, cache_BKCH: ir.Value, step: Step) -> ir.Value:
+def _live(op: OpBuilder, cache_BKCH: ir.Value, step: StaticStep) -> ir.Value:
     """Slots beyond the live length are never read, so they may hold anything; f32 for the scores."""
     live_BKTH = op.Slice(cache_BKCH, [0], step.live_length, [2])
     return as_type(op, live_BKTH, ir.DataType.FLOAT)
 
 
-class StaticLowering:
-    """Its inputs beside input_ids and the cache, and the Step that is made of them."""
+class StaticLowering(Lowering):
+    """Its inputs beside input_ids and the cache, and the step that is made of them."""
 
     name = "static"
-    opsets = {"": 24}  # noqa: RUF012 - read only
+    opsets = MappingProxyType({"": 24})
     attention = StaticAttention
     cache_length = CAPACITY
 
     def begin(
-        self, builder: GraphBuilder, config: QwenConfig, rotary: RotaryTables, ids_BS: ir.Value
-    ) -> tuple[Step, ir.Value | None]:
-        """Declare the inputs and make the Step; also [B] int64, which of the S tokens is each row's last.
-
-        None stands for "there is one token a row": nothing to choose.
-        """
-        op, single = builder.op, ids_BS.shape is not None and ids_BS.shape[1] == 1
-        sequence = 1 if single else SEQUENCE
+        self,
+        builder: GraphBuilder,
+        config: QwenConfig,
+        rotary: RotaryTables,
+        ids_BS: ir.Value,
+        *,
+        single: bool,
+    ) -> tuple[StaticStep, ir.Value | None]:
+        """See Lowering.begin."""
+        op, sequence = builder.op, 1 if single else SEQUENCE
         cos_PH2, sin_PH2 = rotary(op)
         builder.push_module("step")
         mask_BT = builder.input(ATTENTION_MASK, ir.DataType.INT64, [BATCH, LIVE])
@@ -96,7 +122,7 @@ class StaticLowering:
 
         ids_shape = None if single else op.Shape(ids_BS)
         heads, kv_heads, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        step = Step(
+        step = StaticStep(
             position_ids_BS=position_ids_BS,
             write_indices_B=write_indices_B,
             live_length=live_length,

@@ -24,7 +24,8 @@ WEIGHTS_FILE = "weights.safetensors"
 EXTRA_FILE = "extra.safetensors"
 """Made tensors, when the checkpoint's own files are linked instead of rewritten."""
 
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+"""An export's dtype, and how safetensors headers spell it."""
 
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"

@@ -20,7 +20,7 @@ from qwen_onnx.hub import SMALL_FILES, ModelSource
 from qwen_onnx.staging import discard, sweep
 
 CACHE_VARIABLE = "QWEN_ONNX_CACHE"
-_PARTS = 4  # after the model: source, dtype, context, package version
+_PARTS = 3  # after the model: source, dtype, package version
 _SOURCE = re.compile(r"local-[0-9a-f]{12}|[0-9a-f]{12}")
 
 
@@ -48,18 +48,17 @@ def cache_folder(override: Path | None = None) -> Path:
     return platformdirs.user_cache_path("qwen-onnx", appauthor=False) / "exports"
 
 
-def cached_export_path(cache: Path, source: ModelSource, dtype: str, max_context: int | None) -> Path:
-    """Where the export of `source` with these options lies, or is to be made.
+def cached_export_path(cache: Path, source: ModelSource, dtype: str) -> Path:
+    """Where the export of `source` in this dtype lies, or is to be made.
 
-    A changed checkpoint, other options and another version of this package each give another name:
-    `Qwen--Qwen2.5-0.5B-Instruct--7ae557604adf--f32--full--0.1.0`.
+    A changed checkpoint, another dtype and another version of this package each give another name:
+    `Qwen--Qwen2.5-0.5B-Instruct--7ae557604adf--f32--0.1.0`.
 
     Raises:
         UserError: a local checkpoint cannot be read.
     """
     origin = source.revision[:12] if source.revision else f"local-{_fingerprint(source.folder)}"
-    context = "full" if max_context is None else str(max_context)
-    parts = [_readable(source.model_id), origin, dtype, context, importlib.metadata.version("qwen-onnx")]
+    parts = [_readable(source.model_id), origin, dtype, importlib.metadata.version("qwen-onnx")]
     return cache / "--".join(parts)
 
 

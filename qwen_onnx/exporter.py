@@ -15,9 +15,9 @@ from typing import NamedTuple
 from qwen_onnx import contract
 from qwen_onnx.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import FileSpec, Golden, GraphSpec, Manifest, read_json
+from qwen_onnx.contract import DTYPES, FileSpec, Golden, GraphSpec, Manifest, read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.graph_plan import STORED_DTYPES, build_planned, graph_plans, graph_spec, match_tensors
+from qwen_onnx.graph_plan import build_planned, graph_plans, graph_spec, match_tensors
 from qwen_onnx.graphs.build import StoredParameter, save_graph
 from qwen_onnx.hub import ModelSource, resolve_model
 from qwen_onnx.memory import peak_memory
@@ -74,7 +74,7 @@ def export_model(
         UserError: anything wrong with the model or the output; `out` is then as it was.
     """
     started = time.perf_counter()
-    if dtype not in contract.DTYPES:
+    if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not known; choose f32, f16 or bf16")
     source = resolve_model(model, revision=revision) if isinstance(model, str) else model
     out = out or Path(f"{source.name}-{dtype}")
@@ -129,12 +129,12 @@ class _Writer:
         match_tensors(self._models[0][1], checkpoint, {tensor.name for tensor in self._rotary})
 
     def write_weights(self) -> None:
-        stored = STORED_DTYPES[self.dtype]
+        stored = DTYPES[self.dtype]
         tensors = [converted(tensor, stored) for tensor in self.checkpoint.tensors.values()]
         self._write_file(contract.WEIGHTS_FILE, arrange([*tensors, *self._rotary]))
 
     def link_weights(self) -> None:
-        stored = STORED_DTYPES[self.dtype]
+        stored = DTYPES[self.dtype]
         tensors = self.checkpoint.tensors
         if other := next((tensor for tensor in tensors.values() if tensor.dtype != stored), None):
             raise UserError(
@@ -194,7 +194,8 @@ def _positions(config: QwenConfig, max_context: int | None) -> int:
 def _read_text_side(folder: Path, config: QwenConfig) -> _TextSide:
     """The tokenizer must fit the embedding, and the ids that end an answer must be readable now, not later."""
     if not (folder / "tokenizer.json").exists():
-        return _TextSide((), (f"{folder}: no tokenizer.json; the export runs with --prompt-ids only",))
+        note = f"{folder}: no tokenizer.json; the export runs with --prompt-ids only"
+        return _TextSide(tuple(sorted(stop_ids(folder, None, None))), (note,))
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.size > config.vocab_size:
         raise UserError(

@@ -8,14 +8,13 @@ import onnx_ir as ir
 
 from qwen_onnx.checkpoint import Checkpoint
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import GraphSpec, TensorSpec
+from qwen_onnx.contract import DTYPES, GraphSpec, TensorSpec
 from qwen_onnx.errors import UserError
 from qwen_onnx.graphs.build import build_decoder, build_grow, parameters
+from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.state import Precision
 from qwen_onnx.graphs.static import StaticLowering
 
-STORED_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-"""An export's dtype as safetensors headers spell it."""
 _IR_DTYPES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
@@ -24,6 +23,7 @@ class GraphPlan(NamedTuple):
 
     file: str
     entry: str
+    lowering: Lowering
     precision: Precision
     providers: tuple[str, ...]
 
@@ -31,22 +31,23 @@ class GraphPlan(NamedTuple):
 def graph_plans(dtype: str) -> list[GraphPlan]:
     """The graph files of an export. The CPU provider cannot multiply bf16, so bf16 has f32-computing twins."""
     kind = _IR_DTYPES[dtype]
+    static = StaticLowering()
     own, entries = Precision(kind, kind), ("prefill", "decode", "grow")
     if dtype != "bf16":
-        return [GraphPlan(f"{entry}.onnx", entry, own, ("cpu", "cuda")) for entry in entries]
+        return [GraphPlan(f"{entry}.onnx", entry, static, own, ("cpu", "cuda")) for entry in entries]
     on_cpu = Precision(kind, ir.DataType.FLOAT)
     return [
-        *(GraphPlan(f"{entry}.onnx", entry, own, ("cuda",)) for entry in entries),
-        *(GraphPlan(f"{entry}.cpu.onnx", entry, on_cpu, ("cpu",)) for entry in entries),
+        *(GraphPlan(f"{entry}.onnx", entry, static, own, ("cuda",)) for entry in entries),
+        *(GraphPlan(f"{entry}.cpu.onnx", entry, static, on_cpu, ("cpu",)) for entry in entries),
     ]
 
 
 def build_planned(plan: GraphPlan, config: QwenConfig, positions: int) -> ir.Model:
     """The graph of one plan, its weights declared and not loaded."""
     if plan.entry == "grow":
-        return build_grow(config, plan.precision.hidden)
+        return build_grow(config, plan.precision.hidden, plan.lowering)
     single = plan.entry == "decode"
-    return build_decoder(config, plan.precision, StaticLowering(), positions=positions, single=single)
+    return build_decoder(config, plan.precision, plan.lowering, positions=positions, single=single)
 
 
 def match_tensors(model: ir.Model, checkpoint: Checkpoint, made: set[str]) -> None:
@@ -70,7 +71,7 @@ def match_tensors(model: ir.Model, checkpoint: Checkpoint, made: set[str]) -> No
             raise UserError(
                 f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json wants {list(shape)}"
             )
-        if tensor.dtype not in STORED_DTYPES.values():
+        if tensor.dtype not in DTYPES.values():
             raise UserError(f"{tensor.file}: tensor {name} is {tensor.dtype}; wanted F32, F16 or BF16")
 
 
@@ -93,6 +94,6 @@ def graph_spec(plan: GraphPlan, model: ir.Model) -> GraphSpec:
 
     graph = model.graph
     return GraphSpec(
-        plan.file, plan.entry, StaticLowering.name, plan.providers, dict(graph.opset_imports),
+        plan.file, plan.entry, plan.lowering.name, plan.providers, dict(graph.opset_imports),
         specs(list(graph.inputs)), specs(list(graph.outputs)),
     )  # fmt: skip

@@ -29,13 +29,14 @@ class Repl:
         system: str | None,
         max_new_tokens: int | None,
         ignore_eos: bool = False,
+        top_logits: int = 0,
         raw: bool = False,
         show: Callable[[Token], None],
         report: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
         """`show` gets each token as it comes, `report` each answer at its end; `raw` completes text, no chat."""
         self._chat, self._max_new_tokens, self._ignore_eos, self._raw = chat, max_new_tokens, ignore_eos, raw
-        self._show, self._report = show, report
+        self._show, self._report, self._top_logits = show, report, top_logits
         self._last: Answer | None = None
         self._messages: list[Message] = []
         self._system(system)
@@ -88,12 +89,13 @@ class Repl:
             line if self._raw else [*self._messages, user],
             max_new_tokens=self._max_new_tokens,
             ignore_eos=self._ignore_eos,
+            top_logits=self._top_logits,
             on_token=self._show,
         )
         print(flush=True)
         self._last = result
-        # An interrupted answer stays in the conversation as far as it came: the user saw it.
-        self._messages += [user, {"role": "assistant", "content": result.text}]
+        if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
+            self._messages += [user, {"role": "assistant", "content": result.text}]
         if result.finish_reason not in ("eos", "stop"):
             _say(f"({result.finish_reason})")
         self._report(result)

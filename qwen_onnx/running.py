@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from qwen_onnx.answer import Answer, answer
-from qwen_onnx.contract import MANIFEST_FILE, read_manifest
+from qwen_onnx.contract import DTYPES, MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.repl import Repl, enable_line_editing
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from qwen_onnx.hub import ModelSource
 
 _NO_TEMPLATE = "no chat template; use --raw to complete text"
-_OWN_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +92,7 @@ def _chat(chat: Chat, options: RunOptions) -> int:
         system=options.system,
         max_new_tokens=options.max_new_tokens,
         ignore_eos=options.ignore_eos,
+        top_logits=options.top_logits,
         raw=options.raw,
         show=lambda token: _show(chat, token),
         report=lambda result: _report(chat, result) if options.stats else None,
@@ -168,12 +168,12 @@ def _export_folder(options: RunOptions) -> Path:
 
     source = resolve_model(options.model or DEFAULT_MODEL, revision=options.revision)
     dtype = options.dtype or _default_dtype(source, options.provider)
-    path = cached_export_path(cache_folder(options.cache_dir), source, dtype, options.max_context)
+    path = cached_export_path(cache_folder(options.cache_dir), source, dtype)
     if not (path / MANIFEST_FILE).exists():
         from qwen_onnx.making import make_export
 
         print(f"exporting {source.model_id} as {dtype}, once, to {path}", file=sys.stderr)
-        make_export(source, path, dtype=dtype, max_context=options.max_context)
+        make_export(source, path, dtype=dtype)  # for its whole context: --max-context is the runner's here
     return path
 
 
@@ -184,7 +184,7 @@ def _default_dtype(source: ModelSource, provider: str) -> str:
     from qwen_onnx.checkpoint import open_checkpoint
 
     embedding = open_checkpoint(source.folder).tensors.get("model.embed_tokens.weight")
-    return _OWN_DTYPES.get(embedding.dtype, "f32") if embedding else "f32"
+    return next((dtype for dtype, held in DTYPES.items() if embedding and embedding.dtype == held), "f32")
 
 
 def _show(chat: Chat, token: Token) -> None:

@@ -53,6 +53,7 @@ class Chat:
         self.template = ChatTemplate.from_folder(folder) if has_tokenizer else None
         self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
         self._cache = runner.new_cache()
+        self._turn = 0
 
     @property
     def context_used(self) -> int:
@@ -102,10 +103,12 @@ class Chat:
             top_logits: how many of the best ids and logits each token carries.
 
         Raises:
-            UserError: an unusable prompt, or one longer than the context; before any compute.
+            UserError: an unusable prompt, or one longer than the context; before any compute. And when another
+                answer of this Chat was begun before this one ended.
             NonFiniteLogitsError: the model computed NaN or infinity.
         """
         started = time.perf_counter()
+        self._turn = turn = self._turn + 1
         prompt_ids = self.prompt_ids(prompt)
         cached = self._cache.shared_prefix(prompt_ids[:-1])
         size = self.runner.manifest.vocab_size
@@ -127,7 +130,9 @@ class Chat:
         for made, step in enumerate(steps, start=1):
             now = time.perf_counter()
             first = first or now
-            text = detokenizer.push(step.token_id) if detokenizer else ""
+            # By its reason, not by being special: some tokenizers do not flag their end token.
+            ended = step.finish_reason is FinishReason.EOS
+            text = "" if ended or detokenizer is None else detokenizer.push(step.token_id)
             if step.finish_reason is not None and detokenizer:
                 text += detokenizer.flush()
             yield Token(
@@ -140,6 +145,10 @@ class Chat:
                 tokens_per_s=(made - 1) / (now - first) if made > 1 else None,
                 top_logits=step.top_logits,
             )
+            if self._turn != turn:
+                raise UserError(
+                    "another answer was begun on this Chat; load the export once more for a second one"
+                )
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

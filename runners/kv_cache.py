@@ -36,6 +36,8 @@ class KVCache:
         self._token_ids: NDArray[np.int64] = np.zeros((batch_size, self.capacity), np.int64)
         self._mask: NDArray[np.int64] = np.zeros((batch_size, self.capacity), np.int64)
         self.buffers = [self._allocate(self.capacity) for _ in range(count)]
+        self.binding: Any = None
+        """Of a session to these buffers; its runner's, and None whenever the buffers are new."""
 
     @property
     def nbytes(self) -> int:
@@ -73,14 +75,18 @@ class KVCache:
         while capacity < wanted:
             capacity *= 2
         capacity = min(capacity, self.limit)
+        self.binding = None
         try:
             # One at a time: only one old buffer is held beside the new.
             for index, small in enumerate(self.buffers):
                 large = self._allocate(capacity)
                 grow(small, large)
                 self.buffers[index] = large
-        except BaseException:  # buffers of two sizes serve no graph: better none than those
-            self.length, self.buffers = 0, [self._allocate(self.capacity) for _ in self.buffers]
+        except BaseException:  # buffers of two sizes serve no graph: begin again, as small as at first
+            self.length, self.buffers, self.capacity = 0, [], min(SMALLEST_CAPACITY, self.limit)
+            self.buffers = [self._allocate(self.capacity) for _ in range(self._count)]
+            self._token_ids = self._token_ids[:, : self.capacity].copy()
+            self._mask = self._mask[:, : self.capacity].copy()
             raise
         wider = ((0, 0), (0, capacity - self.capacity))
         self._token_ids, self._mask = np.pad(self._token_ids, wider), np.pad(self._mask, wider)

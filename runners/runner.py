@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ from qwen_onnx.runners.session import (
 )
 
 PREFILL_CHUNK = 512
-"""Tokens of a prompt computed at a time, so that memory does not grow with the prompt."""
+"""Most tokens of a prompt computed at a time."""
+
+SCORED_PAIRS = PREFILL_CHUNK * 4096
+"""Most pairs of new and cached tokens scored at a time, times the heads 4 bytes each: beyond 4,096 tokens in the
+cache the chunks shrink, so that memory stays bounded whatever the prompt's length."""
 
 
 class Runner:
@@ -54,7 +59,9 @@ class Runner:
         # Weights of another type are cast to f32 copies at load anyway: there is nothing to map.
         mapped = self.provider == "cpu" and self.manifest.dtype == "f32"
         self._session = open_session(folder / graph.file, self.provider, options, map_weights=mapped)
-        self._grow_session = open_session(folder / grow.file, self.provider, options)
+        one_thread = dataclasses.replace(options, threads=1)
+        self._grow_session = open_session(folder / grow.file, self.provider, one_thread)
+        self._ort_value = import_onnxruntime().OrtValue
         self._device = "cpu" if self.provider == "cpu" else "cuda"
         self._prefill_chunk = prefill_chunk
         layers = self.manifest.num_hidden_layers
@@ -93,9 +100,11 @@ class Runner:
             raise ValueError(f"input_ids [{cache.batch_size}, S > 0] wanted, found {list(input_ids.shape)}")
         mask = np.ones_like(input_ids) if attention_mask is None else np.asarray(attention_mask, np.int64)
         self._verify(cache, input_ids)
-        for start in range(0, input_ids.shape[1], self._prefill_chunk):
-            chunk = slice(start, start + self._prefill_chunk)
+        start = 0
+        while start < input_ids.shape[1]:
+            chunk = slice(start, start + self._chunk(cache))
             logits = self._step(cache, input_ids[:, chunk], mask[:, chunk])
+            start = chunk.stop
         return _finite(logits)
 
     def decode(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -103,6 +112,10 @@ class Runner:
         input_ids = np.ascontiguousarray(input_ids, np.int64)
         self._verify(cache, input_ids)
         return _finite(self._step(cache, input_ids, np.ones_like(input_ids)))
+
+    def _chunk(self, cache: KVCache) -> int:
+        live = cache.batch_size * (cache.length + self._prefill_chunk)
+        return max(1, min(self._prefill_chunk, SCORED_PAIRS // live))
 
     def _verify(self, cache: KVCache, input_ids: NDArray[np.int64]) -> None:
         low, high, vocab = int(input_ids.min()), int(input_ids.max()), self.manifest.vocab_size
@@ -125,26 +138,32 @@ class Runner:
             raise
 
     def _compute(self, cache: KVCache, input_ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
-        batch, live = cache.batch_size, np.ascontiguousarray(cache.mask)
+        batch, mask = cache.batch_size, cache.mask
         # A row's positions count its own tokens; padding gets some valid row of the tables.
-        positions = np.maximum(np.cumsum(live, axis=1)[:, start:] - 1, 0)
+        seen = mask[:, :start].sum(axis=1, keepdims=True)
+        positions = np.maximum(seen + np.cumsum(mask[:, start:], axis=1) - 1, 0)
         feeds = {
             contract.INPUT_IDS: np.ascontiguousarray(input_ids),
-            contract.ATTENTION_MASK: live,
-            contract.POSITION_IDS: np.ascontiguousarray(positions),
+            contract.ATTENTION_MASK: np.ascontiguousarray(mask),
+            contract.POSITION_IDS: positions,
             contract.WRITE_INDICES: np.full(batch, start, np.int64),
         }
         logits = np.empty((batch, 1, self.manifest.vocab_size), np.float32)
-        ort_value = import_onnxruntime().OrtValue
-        binding = self._session.io_binding()
+        binding = self._bound(cache)
         for name, array in feeds.items():
-            binding.bind_ortvalue_input(name, ort_value.ortvalue_from_numpy(array))
-        for past, present, buffer in zip(self._past, self._present, cache.buffers, strict=True):
-            binding.bind_ortvalue_input(past, buffer)
-            binding.bind_ortvalue_output(present, buffer)  # the same buffer: written in place
-        binding.bind_ortvalue_output(contract.LOGITS, ort_value.ortvalue_from_numpy(logits))
+            binding.bind_ortvalue_input(name, self._ort_value.ortvalue_from_numpy(array))
+        binding.bind_ortvalue_output(contract.LOGITS, self._ort_value.ortvalue_from_numpy(logits))
         _run(self._session, binding)
         return logits[:, 0]
+
+    def _bound(self, cache: KVCache) -> Any:
+        """The cache's buffers bound as past and present, once until they are replaced by larger ones."""
+        if cache.binding is None:
+            cache.binding = self._session.io_binding()
+            for past, present, buffer in zip(self._past, self._present, cache.buffers, strict=True):
+                cache.binding.bind_ortvalue_input(past, buffer)
+                cache.binding.bind_ortvalue_output(present, buffer)  # the same buffer: written in place
+        return cache.binding
 
     def _grow(self, small: Any, large: Any) -> None:
         binding = self._grow_session.io_binding()

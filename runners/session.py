@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib.metadata
+import io
 import os
 import re
 import sys
@@ -95,6 +97,8 @@ def verify_provider(wanted: str) -> None:
         raise UserError(f"provider {wanted!r} is not known; choose auto, cpu, cuda or tensorrt")
     if wanted not in ("auto", "cpu") and (fault := missing_library(wanted)) is not None:
         raise _cannot_start(wanted, fault)
+    if wanted == "tensorrt":
+        raise UserError("provider tensorrt: no export has a graph for it yet; use --provider cuda or cpu")
 
 
 def missing_library(provider: str) -> str | None:
@@ -105,7 +109,8 @@ def missing_library(provider: str) -> str | None:
     driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     if fault := _load_fault(driver):
         return f"{fault} (the NVIDIA driver)"
-    ort.preload_dlls()
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it misses; we say it in our own line
+        ort.preload_dlls()
     prefix, suffix = ("", ".dll") if sys.platform == "win32" else ("lib", ".so")
     folder = Path(ort.__file__).parent / "capi"
     _load_fault(str(folder / f"{prefix}onnxruntime_providers_shared{suffix}"))

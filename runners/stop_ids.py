@@ -11,7 +11,7 @@ from qwen_onnx.runners.tokenizer import Tokenizer, special_token_text
 END_OF_TURN = "<|im_end|>"
 
 
-def stop_ids(folder: Path, tokenizer: Tokenizer, template: ChatTemplate | None) -> frozenset[int]:
+def stop_ids(folder: Path, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> frozenset[int]:
     """Return the ids after which generation stops. Precedence, the first that names any:
 
     1. `eos_token_id` of generation_config.json (an integer or a list);
@@ -25,6 +25,8 @@ def stop_ids(folder: Path, tokenizer: Tokenizer, template: ChatTemplate | None) 
     Raises UserError, naming the file and the key, for a value of another type or a negative id.
     """
     ids = _eos_token_ids(folder / "generation_config.json") or _eos_token_ids(folder / "config.json")
+    if tokenizer is None:  # ids can be named without one, tokens cannot
+        return ids
     if not ids:
         ids = _eos_token(folder / TOKENIZER_CONFIG_FILE, tokenizer)
     if template is not None and END_OF_TURN in template.source:

@@ -1,12 +1,29 @@
-"""Exports that many tests look at: each is made once."""
+"""Exports that many tests look at, each made once; and what the tests must not inherit from where they run."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from exports import Exported, export_random
+
+
+def pytest_configure() -> None:
+    # `auto` means the CPU here, GPU or not: expected numbers are the CPU provider's. Child processes get it too.
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    # A job in the background starts with SIGINT ignored, and hands that on to the children that wait for it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a skipped test is a failure: what was not run must not look like what passed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") and reporter is not None and reporter.stats.get("skipped"):
+        reporter.write_line("skipped tests count as failed in CI")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")

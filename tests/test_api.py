@@ -14,7 +14,7 @@ from typing import Any
 import foreign_loop
 import numpy as np
 import pytest
-from chats import endless, tiny
+from chats import copy_export, endless, tiny
 from refusals import refused
 
 import qwen_onnx
@@ -229,3 +229,28 @@ def test_a_foreign_loop_on_random_weights(dtype: str) -> None:
     chat = load(endless(dtype), provider="cpu")
     found = foreign_loop.generate(endless(dtype), chat.template.render(HI), 100)
     assert found == ids(say(chat, HI, 100))
+
+
+def test_an_end_token_that_is_not_flagged_special_is_not_printed(tmp_path: Path) -> None:
+    """Some fine-tunes ship such a tokenizer.json; the text, and with it the history, ended in <|im_end|>."""
+    folder = copy_export(tiny(), tmp_path / "export")
+    raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    for token in raw["added_tokens"]:
+        token["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    tokens = say(load(folder, provider="cpu"), [{"role": "user", "content": "What is 3 plus 4?"}], 40)
+    assert tokens[-1].finish_reason == "eos"
+    assert "".join(token.text for token in tokens) == "3 plus 4 is 7."
+
+
+def test_two_answers_of_one_chat_do_not_mix(tmp_path: Path) -> None:
+    """They share one cache: the first one went on over the second one's keys, and said nonsense."""
+    chat = load(endless(), provider="cpu")
+    first = chat.generate(HI, max_new_tokens=8)
+    next(first)
+    alone = ids(say(load(endless(), provider="cpu"), "Another", 8))
+    second = chat.generate("Another", max_new_tokens=8)
+    begun = next(second)
+    with pytest.raises(UserError, match="another answer was begun"):
+        next(first)
+    assert [begun.token_id, *ids(list(second))] == alone

@@ -228,3 +228,11 @@ def test_force_replaces_an_earlier_export(model: Path, tmp_path: Path) -> None:
     export_model(str(model), tmp_path / "out", dtype="f32", force=True)
     assert (tmp_path / "out" / "weights.safetensors").stat().st_size > 0
     assert {path.name for path in (tmp_path / "out").glob("*.onnx")} == GRAPHS["f32"]
+
+
+def test_end_tokens_are_noted_without_a_tokenizer(tmp_path: Path) -> None:
+    """`--prompt-ids` never stopped, although generation_config.json says where."""
+    write_checkpoint(tmp_path / "model", QWEN2)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    made = export_model(str(tmp_path / "model"), tmp_path / "out")
+    assert made.manifest.eos_token_ids == (2, 7)

@@ -33,8 +33,8 @@ def local(tmp_path: Path) -> ModelSource:
     return ModelSource(folder, folder.name, folder.name, None)
 
 
-def make(cache: Path, source: ModelSource, dtype: str = "f32", max_context: int | None = None) -> Path:
-    path = cached_export_path(cache, source, dtype, max_context)
+def make(cache: Path, source: ModelSource, dtype: str = "f32") -> Path:
+    path = cached_export_path(cache, source, dtype)
     with staged_folder(path) as folder:
         (folder / "export.json").write_bytes(bytes(10))
         (folder / "weights.safetensors").write_bytes(bytes(1000))
@@ -56,24 +56,23 @@ def test_override_then_variable_then_system(tmp_path: Path, monkeypatch: pytest.
 
 def test_names_are_readable(cache: Path, local: ModelSource) -> None:
     version = importlib.metadata.version("qwen-onnx")
-    assert cached_export_path(cache, HUB, "f32", None) == (
-        cache / f"Qwen--Qwen2.5-0.5B--7ae557604adf--f32--full--{version}"
+    assert cached_export_path(cache, HUB, "f32") == (
+        cache / f"Qwen--Qwen2.5-0.5B--7ae557604adf--f32--{version}"
     )
-    assert cached_export_path(cache, HUB, "bf16", 4096).name.endswith(f"--bf16--4096--{version}")
-    assert cached_export_path(cache, local, "f32", None).name.startswith("my--model_ü--local-")
+    assert cached_export_path(cache, HUB, "bf16").name.endswith(f"--bf16--{version}")
+    assert cached_export_path(cache, local, "f32").name.startswith("my--model_ü--local-")
 
 
 def test_every_difference_gives_another_name(
     cache: Path, local: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def name(source: ModelSource = local, dtype: str = "f32", max_context: int | None = None) -> str:
-        return cached_export_path(cache, source, dtype, max_context).name
+    def name(source: ModelSource = local, dtype: str = "f32") -> str:
+        return cached_export_path(cache, source, dtype).name
 
     shutil.copytree(local.folder, tmp_path / "copy")
     names = [
         name(),
         name(dtype="f16"),
-        name(max_context=4096),
         name(HUB),
         name(ModelSource(HUB.folder, HUB.name, HUB.model_id, COMMIT[::-1])),
         name(ModelSource(tmp_path / "copy", local.name, local.model_id, None)),
@@ -110,13 +109,13 @@ def test_any_folder_name_gives_a_name_that_can_be_made(cache: Path, tmp_path: Pa
 def test_a_vanished_checkpoint_is_one_line(cache: Path, local: ModelSource) -> None:
     shutil.rmtree(local.folder)
     with pytest.raises(UserError, match="No such file or directory"):
-        cached_export_path(cache, local, "f32", None)
+        cached_export_path(cache, local, "f32")
 
 
 def test_listing_tells_what_there_is(cache: Path, local: ModelSource) -> None:
     assert list_exports(cache) == []
     begun = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=2)
-    make(cache, HUB, "bf16", 4096)
+    make(cache, HUB, "bf16")
     make(cache, local)
     hub, mine = list_exports(cache)
     assert (hub.model_id, hub.dtype, hub.size) == ("Qwen/Qwen2.5-0.5B", "bf16", 1010)

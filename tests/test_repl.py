@@ -213,3 +213,25 @@ def test_the_turn_after_ctrl_c_is_computed_right() -> None:
     fresh = load(endless(), threads=1).generate(prompt, max_new_tokens=12, ignore_eos=True)
     assert [token.token_id for token in made[7:]] == [token.token_id for token in fresh]
     assert made[7].cached_tokens > 30
+
+
+def test_top_logits_are_asked_for_in_a_chat_too() -> None:
+    shown: list[Token] = []
+    assert talk(load(endless(), provider="cpu"), "Hi", CTRL_D, show=shown.append, top_logits=3) == 0
+    assert all(len(token.top_logits) == 3 for token in shown)
+
+
+def test_an_answer_interrupted_before_its_first_token_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An empty answer in the history, which the template then shows to the model."""
+    chat = ScriptedChat("yes", "no")
+    generate = chat.generate
+
+    def interrupted_once(*arguments: Any, **options: Any) -> Iterator[Token]:
+        monkeypatch.setattr(chat, "generate", generate)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "generate", interrupted_once)
+    assert talk(chat, "one", "two", CTRL_D) == 0
+    assert users(chat.asked[1]) == [("user", "two")]

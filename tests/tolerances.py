@@ -1,4 +1,4 @@
-"""The one table of how near two computations of the same logits must come, and why not nearer.
+"""How near two computations of the same logits must come: the package's own table, and what tests add to it.
 
 Logits of the random checkpoints are of order 10. A wrong formula (a transposed head, a late position, a missing
 bias) moves them by 0.1 to 10.
@@ -6,23 +6,14 @@ bias) moves them by 0.1 to 10.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
+from qwen_onnx.tolerances import BF16, F16, F32, Tolerance
 
-class Tolerance(NamedTuple):
-    """The largest |difference| of two logits, and where it comes from."""
+__all__ = ["BF16", "F16", "F32", "Tolerance"]
 
-    bound: float
-    reason: str
-
-
-F32 = Tolerance(2e-4, "f32 rounds by 6e-8 of a value at each node, 60 times in 3 layers; 3e-5 was seen")
 F32_ORDER = Tolerance(2e-5, "both sides f32, the same sums taken in another order or blocking; 7e-6 was seen")
-F16 = Tolerance(0.1, "f16 rounds by 5e-4 of a value, 60 times: 5e-4 x 10 x sqrt(60) = 0.04; 0.042 was seen")
 F16_ORDER = Tolerance(0.02, "both sides f16, a rounding more or less where a runtime fused nodes; 0 was seen")
-BF16 = Tolerance(0.4, "bf16 rounds by 4e-3 of a value, 8 times as coarsely as f16: 0.3; 0.15 was seen")
 BF16_ON_CPU = Tolerance(2e-4, "weights are bf16 on both sides, and all that is computed is f32: as F32")
 TRANSFORMERS_F32 = Tolerance(2e-4, "both sides f32, each as far from the truth as F32 says; 3e-5 was seen")
 EXACT = Tolerance(0.0, "the same operations on the same numbers")

@@ -1,0 +1,109 @@
+"""Which provider runs, what is said of one that cannot, and what a run takes on its own where nothing is asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from chats import endless, endless_checkpoint
+from checkpoints import QWEN2, write_checkpoint
+from command import command
+
+from qwen_onnx import UserError, running
+from qwen_onnx.hub import DEFAULT_MODEL, ModelSource, resolve_model
+from qwen_onnx.runners import session
+
+HI = ("-p", "Hi", "--max-new-tokens", 2, "--provider", "cpu")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with an NVIDIA driver: every library loads."""
+    monkeypatch.setattr(session, "_load_fault", lambda library: None)
+
+
+def test_preloading_says_nothing_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, driver: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ONNX Runtime prints the libraries it misses; `--json` would begin with them."""
+    runtime = SimpleNamespace(
+        get_available_providers=lambda: ["CUDAExecutionProvider"],
+        preload_dlls=lambda: print("Failed to load libcublasLt.so.13"),
+        __file__=session.import_onnxruntime().__file__,
+    )
+    monkeypatch.setattr(session, "import_onnxruntime", lambda: runtime)
+    assert session.missing_library("cuda") is None
+    assert capsys.readouterr().out == ""
+
+
+def test_tensorrt_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, driver: None, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(session, "missing_library", lambda provider: None)
+    with pytest.raises(UserError, match="no export has a graph for it"):
+        session.verify_provider("tensorrt")
+    ran = command("run", endless_checkpoint(), "-p", "Hi", "--provider", "tensorrt", "--cache-dir", tmp_path)
+    assert "tensorrt" in ran.error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("F32", "f32"), ("F16", "f16"), ("BF16", "bf16")])
+def test_the_dtype_is_f32_on_a_cpu_and_the_checkpoints_own_on_cuda(
+    stored: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, QWEN2, dtype=stored)
+    source = resolve_model(str(tmp_path))
+    monkeypatch.setattr(running, "missing_library", lambda provider: "no driver")
+    assert running._default_dtype(source, "auto") == "f32"
+    assert running._default_dtype(source, "cpu") == "f32"
+    assert running._default_dtype(source, "cuda") == dtype
+    monkeypatch.setattr(running, "missing_library", lambda provider: None)
+    assert running._default_dtype(source, "auto") == dtype
+
+
+@pytest.mark.parametrize("verb", ["export", "run"])
+def test_no_model_is_the_default_model(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def resolve(model: str, *, revision: str | None = None) -> ModelSource:
+        asked.append(model)
+        return resolve_model("tiny")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qwen_onnx.hub.resolve_model", resolve)
+    monkeypatch.setattr("qwen_onnx.exporter.resolve_model", resolve)
+    more = ("--cache-dir", tmp_path / "cache", *HI) if verb == "run" else ()
+    assert command(verb, *more).code == 0
+    assert asked == [DEFAULT_MODEL] == ["Qwen/Qwen2.5-0.5B-Instruct"]
+
+
+def test_both_onnxruntimes_are_told_of_and_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ["onnxruntime 1.32.0", "onnxruntime-gpu 1.31.1"]
+    monkeypatch.setattr(running, "installed_distributions", lambda: both)
+    ran = command("run", endless(), *HI)
+    assert ran.code == 0
+    assert "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu" in ran.err
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_run_never_loads_the_exporter(cached: bool, tmp_path: Path) -> None:
+    """Seconds of start for nothing: neither for an export, nor for a model that was exported before."""
+    model = [str(endless())]
+    if cached:
+        model = [str(endless_checkpoint()), "--cache-dir", str(tmp_path)]
+        assert command("run", *model, *HI).code == 0
+    program = (
+        "import json, sys\n"
+        f"sys.argv = {['qwen-onnx', 'run', *model, *map(str, HI)]!r}\n"
+        "from qwen_onnx.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert not loaded & {"onnxscript", "onnx", "onnx_ir", "torch", "transformers", "huggingface_hub"}
