@@ -9,6 +9,7 @@ from typing import ParamSpec
 
 import numpy as np
 import onnx
+import safetensors
 from numpy.typing import NDArray
 
 from qwen_onnx.checkpoint import Checkpoint, open_checkpoint
@@ -61,6 +62,7 @@ def check_export(folder: Path, *, against: str | None = None, provider: str = "a
     yield Finding(not damaged, f"files: {len(manifest.files)} as written" if not damaged else damaged[0])
     if damaged:
         return
+    yield from (_check_weights(folder / name) for name in manifest.files if name.endswith(".safetensors"))
     for graph in manifest.graphs:
         yield _finding(_check_graph, folder, graph)
     checkpoint = None if against is None else open_checkpoint(resolve_model(against).folder)
@@ -98,6 +100,17 @@ def _damaged_files(folder: Path, manifest: Manifest) -> list[str]:
         elif hash_file(path).sha256 != spec.sha256:
             damaged.append(f"files: {name} was changed, its sha256 differs")
     return damaged
+
+
+def _check_weights(path: Path) -> Finding:
+    """Other programs read the file through the format's own library."""
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            return Finding(
+                True, f"{path.name}: {len(file.keys())} tensors, as the safetensors library reads it"
+            )
+    except (safetensors.SafetensorError, OSError) as error:
+        return Finding(False, f"{path.name}: the safetensors library does not read it ({error})")
 
 
 def _check_graph(folder: Path, graph: GraphSpec) -> Finding:
