@@ -12,17 +12,20 @@ import onnx
 import safetensors
 from numpy.typing import NDArray
 
-from qwen_onnx.checkpoint import Checkpoint, open_checkpoint
+from qwen_onnx.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
 from qwen_onnx.contract import DTYPES, Golden, GraphSpec, Manifest, read_manifest, write_manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.exporter import hash_file
 from qwen_onnx.graphs.build import verify
 from qwen_onnx.hub import resolve_model
-from qwen_onnx.info import load_graph
+from qwen_onnx.info import load_graph, tensor_spec
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners.chat import Chat
+from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.session import SessionOptions, choose_provider
+from qwen_onnx.runners.stop_ids import stop_ids
+from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor, read_header, same_bytes
 from qwen_onnx.tolerances import logit_bound
 from qwen_onnx.weights import PIECE, converted, rotary_tensors
@@ -62,6 +65,7 @@ def check_export(folder: Path, *, against: str | None = None, provider: str = "a
     yield Finding(not damaged, f"files: {len(manifest.files)} as written" if not damaged else damaged[0])
     if damaged:
         return
+    yield _finding(_check_manifest, folder, manifest)
     yield from (_check_weights(folder / name) for name in manifest.files if name.endswith(".safetensors"))
     for graph in manifest.graphs:
         yield _finding(_check_graph, folder, graph)
@@ -100,6 +104,33 @@ def _damaged_files(folder: Path, manifest: Manifest) -> list[str]:
         elif hash_file(path).sha256 != spec.sha256:
             damaged.append(f"files: {name} was changed, its sha256 differs")
     return damaged
+
+
+def _check_manifest(folder: Path, manifest: Manifest) -> Finding:
+    """What the manifest says of graphs, tables and end tokens is what they say themselves."""
+    for graph in manifest.graphs:
+        model = load_graph(folder / graph.file).graph
+        for said, held in ((graph.inputs, model.input), (graph.outputs, model.output)):
+            if [*said] != [tensor_spec(value) for value in held]:
+                return Finding(False, f"manifest: {graph.file} has other inputs or outputs than it says")
+        for tensor in model.initializer:
+            place = {entry.key: entry.value for entry in tensor.external_data}
+            if place and place.get("location") not in manifest.files:
+                return Finding(
+                    False, f"manifest: {graph.file} reads {place.get('location')!r}, which it does not list"
+                )
+            if tensor.name == "rotary.cos" and tensor.dims[0] != manifest.context_length:
+                return Finding(
+                    False, f"manifest: context_length is not the {tensor.dims[0]} rows of the tables"
+                )
+    if unlisted := sorted({path.name for path in folder.iterdir()} & {*SIDE_FILES} - manifest.files.keys()):
+        return Finding(False, f"manifest: {unlisted[0]} was added to the export")
+    has_tokenizer = (folder / TOKENIZER_FILE).exists()
+    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
+    template = ChatTemplate.from_folder(folder) if has_tokenizer else None
+    if sorted(stop_ids(folder, tokenizer, template)) != sorted(manifest.eos_token_ids):
+        return Finding(False, "manifest: eos_token_ids are not those of its config files and template")
+    return Finding(True, "manifest: as its graphs, tables and config files say")
 
 
 def _check_weights(path: Path) -> Finding:

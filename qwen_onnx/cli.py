@@ -35,14 +35,20 @@ def main() -> None:
         with contextlib.suppress(AttributeError):  # a terminal that cannot show a character shows `?`
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where what it says is caught
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our stdout left, as `| head` does
+    except OSError as error:
+        # Of stdout: all else becomes a UserError. A reader that left, as `| head` does, needs no word.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: stdout: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)
 
 

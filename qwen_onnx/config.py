@@ -16,6 +16,10 @@ from qwen_onnx.errors import UserError
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SUPPORTED = "Qwen2ForCausalLM and Qwen3ForCausalLM (dense, not quantised)"
 
+_LARGEST_FACTOR = (
+    10_000.0  # of a stretched context; beyond it a number is a mistake, and its tables fill disks
+)
+
 # What a rope dictionary may say; anything else in it changes the model in a way nobody here computes.
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": set(),
@@ -127,7 +131,7 @@ def parse_config(raw: Mapping[str, Any]) -> QwenConfig:
 
 def _model_type(raw: Mapping[str, Any]) -> str:
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    named = architectures[0] if isinstance(architectures, list) and architectures else architectures or None
     found = f"model_type {model_type!r}, architectures {architectures!r}"
     for known, architecture in ARCHITECTURES.items():
         if model_type == known and named in (None, architecture):
@@ -145,6 +149,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             )
     if (hidden_act := raw.get("hidden_act", "silu")) != "silu":
         raise UserError(f"config.json: hidden_act {hidden_act!r} found; supported is 'silu'")
+    if raw.get("dual_chunk_attention_config"):
+        raise UserError("config.json: dual_chunk_attention_config found; only full attention is supported")
     for key in ("num_experts", "num_local_experts", "moe_intermediate_size"):
         if raw.get(key):
             raise UserError(
@@ -200,28 +206,43 @@ def _rope(raw: Mapping[str, Any], max_position_embeddings: int) -> tuple[float, 
     if rope_type == "yarn" and raw.get("original_max_position_embeddings") is not None:
         original = _Reader(raw, "config.json").positive_int("original_max_position_embeddings")
     if rope_type == "linear":
-        return theta, RopeScaling("linear", read.positive_float("factor"), original)
-    factor = read.positive_float("factor", max_position_embeddings / original)
+        return theta, RopeScaling("linear", _factor(read.positive_float("factor"), key), original)
+    factor = _factor(read.positive_float("factor", max_position_embeddings / original), key)
+    if theta <= 1:
+        raise UserError(f"config.json: rope_theta {theta} found; YaRN wants more than 1")
     return theta, RopeScaling(
         rope_type="yarn",
         factor=factor,
         original_max_position_embeddings=original,
-        attention_factor=read.positive_float("attention_factor", _yarn_attention_factor(rope, factor, read)),
+        attention_factor=_attention_factor(rope, factor, read),
         beta_fast=read.positive_float("beta_fast", 32.0),
         beta_slow=read.positive_float("beta_slow", 1.0),
         truncate=read.boolean("truncate", True),
     )
 
 
-def _yarn_attention_factor(rope: Mapping[str, Any], factor: float, read: _Reader) -> float:
+def _factor(factor: float, key: str) -> float:
+    if factor > _LARGEST_FACTOR:
+        raise UserError(f"config.json: {key} has factor {factor:g}; up to {_LARGEST_FACTOR:g} is supported")
+    return factor
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float, read: _Reader) -> float:
     """Section 3.4 of the YaRN paper (arXiv:2309.00071); mscale and mscale_all_dim as DeepSeek added them."""
 
     def temperature(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
+    default = temperature(1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return temperature(read.positive_float("mscale")) / temperature(read.positive_float("mscale_all_dim"))
-    return temperature(1.0)
+        whole = temperature(read.positive_float("mscale_all_dim"))
+        default = temperature(read.positive_float("mscale")) / whole
+    attention_factor = read.positive_float("attention_factor", default)
+    if not 0.01 <= attention_factor <= 100:
+        raise UserError(
+            f"config.json: YaRN's attention factor is {attention_factor:g}; 0.01 to 100 is supported"
+        )
+    return attention_factor
 
 
 class _Reader:

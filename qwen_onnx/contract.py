@@ -191,11 +191,35 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = from_json(Manifest, raw)
     except (TypeError, ValueError, KeyError) as error:
         raise UserError(f"{path}: malformed ({error}); export the model again") from None
+    if fault := _fault(manifest):
+        raise UserError(f"{path}: {fault}; export the model again")
     for name in [*manifest.files, *(graph.file for graph in manifest.graphs)]:
         is_plain = name not in ("", "..") and Path(name).name == name and name.isprintable()
         if not is_plain or "\\" in name:
             raise UserError(f"{path}: {name!r} is not a plain file name")
     return manifest
+
+
+def _fault(manifest: Manifest) -> str | None:
+    """What no export says of itself, in words; None when there is nothing."""
+    for field in ("vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "context_length"):
+        if not 0 < getattr(manifest, field) < 2**31:
+            return f"{field} is {getattr(manifest, field)}"
+    if manifest.dtype not in DTYPES:
+        return f"dtype is {manifest.dtype!r}"
+    cache = set(past_names(manifest.num_hidden_layers))
+    for graph in manifest.graphs:
+        if any(spec.name in cache and len(spec.shape) != 4 for spec in graph.inputs):
+            return f"{graph.file} has a cache that is not [batch, heads, slots, size]"
+        if graph.entry != "grow" and not cache <= {spec.name for spec in graph.inputs}:
+            return f"{graph.file} has no cache of {manifest.num_hidden_layers} layers"
+    if (golden := manifest.golden) is not None:
+        ids = (*golden.prompt_ids, *golden.token_ids)
+        if not golden.prompt_ids or not golden.token_ids or len(golden.margins) != len(golden.token_ids):
+            return "its golden ids are not a prompt, ids and a margin for each"
+        if not all(0 <= token_id < manifest.vocab_size for token_id in ids):
+            return "its golden ids are outside the vocabulary"
+    return None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

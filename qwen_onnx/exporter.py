@@ -17,7 +17,7 @@ from qwen_onnx.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
 from qwen_onnx.config import QwenConfig
 from qwen_onnx.contract import DTYPES, FileSpec, Golden, GraphSpec, Manifest, read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.graph_plan import build_planned, graph_plans, graph_spec, match_tensors
+from qwen_onnx.graph_plan import build_planned, graph_plans, graph_spec, match_tensors, verify_depth
 from qwen_onnx.graphs.build import StoredParameter, save_graph
 from qwen_onnx.hub import ModelSource, resolve_model
 from qwen_onnx.memory import peak_memory
@@ -122,6 +122,7 @@ class _Writer:
         self.graphs: list[GraphSpec] = []
         self.places: dict[str, StoredParameter] = {}
         self._progress = progress
+        verify_depth(checkpoint)
         self._models = [
             (plan, build_planned(plan, checkpoint.config, positions)) for plan in graph_plans(dtype)
         ]

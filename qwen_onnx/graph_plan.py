@@ -15,6 +15,7 @@ from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.state import Precision
 from qwen_onnx.graphs.static import StaticLowering
 
+_PLAUSIBLE_LAYERS = 200  # the largest Qwen has 80; so few graphs are built in a moment
 _IR_DTYPES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
@@ -48,6 +49,20 @@ def build_planned(plan: GraphPlan, config: QwenConfig, positions: int) -> ir.Mod
         return build_grow(config, plan.precision.hidden, plan.lowering)
     single = plan.entry == "decode"
     return build_decoder(config, plan.precision, plan.lowering, positions=positions, single=single)
+
+
+def verify_depth(checkpoint: Checkpoint) -> None:
+    """config.json does not say more layers than there can be, before graphs are built of what it says.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    layers, tensors = checkpoint.config.num_hidden_layers, len(checkpoint.tensors)
+    if layers > max(tensors, _PLAUSIBLE_LAYERS):
+        raise UserError(
+            f"{checkpoint.folder}: config.json says {layers} layers, there are {tensors} tensors in all; "
+            "incomplete download?"
+        )
 
 
 def match_tensors(model: ir.Model, checkpoint: Checkpoint, made: set[str]) -> None:

@@ -69,6 +69,14 @@ def _op_counts(path: Path) -> dict[str, collections.Counter[str]]:
     return counts
 
 
+def tensor_spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    """A graph's input or output, as the manifest writes it."""
+    kind = value.type.tensor_type
+    name = onnx.TensorProto.DataType.Name(kind.elem_type).lower()
+    shape = tuple(dim.dim_param or dim.dim_value for dim in kind.shape.dim)
+    return TensorSpec(value.name, "float32" if name == "float" else name, shape)
+
+
 def load_graph(path: Path) -> onnx.ModelProto:
     """A graph without its weights.
 

@@ -24,6 +24,10 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
             that is needed, lies inside `keep`, or lies where nothing can be written.
     """
     real = resolved(out)
+    try:
+        str(real).encode()
+    except UnicodeEncodeError:  # ONNX Runtime could never open it
+        raise UserError(f"{str(out)!r}: not a UTF-8 name; choose another") from None
     with disk_errors_in_words(out):
         if not real.name or os.path.ismount(real):
             raise UserError(f"{out}: a file system's root or mount point; choose a folder inside it")

@@ -63,7 +63,8 @@ class Repl:
             try:
                 self._handle(line)
             except UserError as error:
-                _say(f"error: {error}")
+                full = "the context holds" in str(error) and len(self._messages) > self._kept
+                _say(f"error: {error}" + ("; /clear forgets the conversation" if full else ""))
 
     def _handle(self, line: str) -> None:
         command, _, rest = line.partition(" ")

@@ -12,9 +12,12 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from qwen_onnx.errors import UserError
 
 try:
     import fcntl
@@ -23,6 +26,7 @@ except ImportError:  # Windows
 
 Kind = Literal["new", "old"]
 
+_PATIENCE = 10.0  # seconds; our own locks on a parent folder last for milliseconds
 _LONGEST_NAME = 220  # bytes; what is added below takes up to 27, and 255 is the limit
 # What file systems without flock answer; EBADF is NFS, which wants a descriptor open for writing.
 _NO_FLOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
@@ -92,8 +96,20 @@ def _flock(folder: Path, wait: bool) -> int | None:
     if fcntl is None:
         return None
     descriptor = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + (_PATIENCE if wait else 0)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not wait:
+                    raise
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"{folder}: another program holds a lock on it; try again later"
+                    ) from None
+                time.sleep(0.02)
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, OSError) and error.errno in _NO_FLOCK:

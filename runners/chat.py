@@ -73,7 +73,7 @@ class Chat:
         """
         if isinstance(prompt, str):
             return self._tokenizer().encode(prompt)
-        ids = [item for item in prompt if isinstance(item, int | np.integer)]
+        ids = [item for item in prompt if isinstance(item, int | np.integer) and not isinstance(item, bool)]
         if len(ids) == len(prompt):
             rows = self.runner.manifest.vocab_size
             for token_id in ids:  # now, as Python's numbers: an int64 would not hold each of them
@@ -107,6 +107,8 @@ class Chat:
                 answer of this Chat was begun before this one ended.
             NonFiniteLogitsError: the model computed NaN or infinity.
         """
+        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 0):
+            raise UserError(f"max_new_tokens {max_new_tokens!r}: a whole number wanted, or None")
         started = time.perf_counter()
         self._turn = turn = self._turn + 1
         prompt_ids = self.prompt_ids(prompt)

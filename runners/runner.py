@@ -51,6 +51,7 @@ class Runner:
         """
         options = options or SessionOptions()
         self.folder, self.manifest = folder, read_manifest(folder)
+        self._ort_value = import_onnxruntime(at_least=self.manifest.min_onnxruntime).OrtValue
         self.provider = choose_provider(options.provider, self.manifest, folder)
         self.context_length = _context(self.manifest, max_context)
         graph = self.manifest.graph("prefill", self.provider)
@@ -61,7 +62,6 @@ class Runner:
         self._session = open_session(folder / graph.file, self.provider, options, map_weights=mapped)
         one_thread = dataclasses.replace(options, threads=1)
         self._grow_session = open_session(folder / grow.file, self.provider, one_thread)
-        self._ort_value = import_onnxruntime().OrtValue
         self._device = "cpu" if self.provider == "cpu" else "cuda"
         self._prefill_chunk = prefill_chunk
         layers = self.manifest.num_hidden_layers

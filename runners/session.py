@@ -28,6 +28,7 @@ PROVIDERS = {
 _PROVIDER_LIBRARIES = {"cuda": "onnxruntime_providers_cuda", "tensorrt": "onnxruntime_providers_tensorrt"}
 _SILENT = 4  # ONNX Runtime's log level that prints nothing below "fatal"
 _ERRORS = 3
+_MOST_THREADS = 1024  # far above any machine's cores; making more of them takes minutes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +41,23 @@ class SessionOptions:
     """None: as many as there are cores for this process."""
 
 
-def import_onnxruntime() -> Any:
-    """The onnxruntime module.
+def import_onnxruntime(*, at_least: str = MIN_ONNXRUNTIME) -> Any:
+    """The onnxruntime module, its telemetry switched off.
 
     Raises:
         UserError: it is missing, broken or too old, with the command that mends it.
     """
+    # Its wheels report to their maker: a device id on disk, events over the network. Not from here, unless asked.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
 
         version = onnxruntime.__version__
+        onnxruntime.disable_telemetry_events()
     except (ImportError, AttributeError) as error:
         raise UserError(f"onnxruntime cannot be imported ({error}); {_mend()}") from None
-    if _numbers(version) < _numbers(MIN_ONNXRUNTIME):
-        raise UserError(f"onnxruntime {version} found, {MIN_ONNXRUNTIME} or newer wanted; {_mend()}")
+    if _numbers(version) < _numbers(at_least):
+        raise UserError(f"onnxruntime {version} found, {at_least} or newer wanted; {_mend()}")
     return onnxruntime
 
 
@@ -132,7 +136,10 @@ def open_session(
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
     settings.log_severity_level = _ERRORS
-    settings.intra_op_num_threads = options.threads or available_cores()
+    threads = available_cores() if options.threads is None else options.threads
+    if not 0 < threads <= _MOST_THREADS:
+        raise UserError(f"{threads} threads asked for; 1 to {_MOST_THREADS} are possible")
+    settings.intra_op_num_threads = threads
     if map_weights:
         settings.add_session_config_entry("session.disable_prepacking", "1")
     providers: Sequence[Any] = [(PROVIDERS[provider], provider_options(provider))]
@@ -171,6 +178,10 @@ def verify_sizes(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:
         if name != graph.file and not name.endswith(".safetensors"):
             continue
         path = folder / name
+        if path.is_symlink() and not (folder / graph.file).is_symlink():
+            raise UserError(
+                f"{path}: a link out of the folder, which ONNX Runtime follows not; copy or hard-link it"
+            )
         if not path.is_file():
             raise UserError(f"{path}: missing; an export's files belong together, copy or export it again")
         if (size := path.stat().st_size) != spec.size:

@@ -254,3 +254,10 @@ def test_two_answers_of_one_chat_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another answer was begun"):
         next(first)
     assert [begun.token_id, *ids(list(second))] == alone
+
+
+@pytest.mark.parametrize("count", [2.5, -1, True, "3"])
+def test_a_number_of_tokens_that_is_none(count: Any) -> None:
+    """2.5 was never reached, and the answer never ended."""
+    with pytest.raises(UserError, match="max_new_tokens"):
+        say(load(endless(), provider="cpu"), HI, count)

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from chats import endless, tiny
@@ -112,3 +113,11 @@ def test_a_terminal_that_knows_ascii_only_shows_question_marks() -> None:
         assert (process.returncode, err) == (0, b"")
         assert b"?" in out
         out.decode(dumb["PYTHONIOENCODING"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    with Path("/dev/full").open("wb") as full, child("info", endless(), stdout=full) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.decode().splitlines() == ["error: stdout: No space left on device"]

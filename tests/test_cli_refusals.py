@@ -35,7 +35,8 @@ HI = ("-p", "Hi", "--provider", "cpu")
         (("-p", "Hi", "--max-context", "5000"), ["--max-context 5000", "4096"]),
         (("-p", "Hi", "--provider", "metal"), ["'metal'", "auto, cpu, cuda or tensorrt"]),
         (("-p", "Hi", "--dtype", "f16"), ["holds f32", "--dtype f16"]),
-        (("-p", "Hi", "--dtype", "int4"), ["holds f32", "--dtype int4"]),
+        (("-p", "Hi", "--dtype", "int4"), ["'int4'", "f32, f16 or bf16"]),
+        (("-p", "Hi", "--threads", "9999999999999"), ["threads", "1 to 1024"]),
         (("-p", "Hi", "--revision", "main"), ["--revision main"]),
     ],
 )

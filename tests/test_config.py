@@ -595,3 +595,28 @@ def test_reads_what_transformers_writes(raw: RawConfig) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     saved = json.loads(transformers.AutoConfig.for_model(**json.loads(json.dumps(raw))).to_json_string())
     assert parse_config({**saved, "architectures": raw["architectures"]}) == parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 1e300},
+        {"rope_type": "linear", "factor": 1.7e308},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e300},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 1e308, "mscale_all_dim": 1e-308},
+    ],
+    ids=str,
+)
+def test_rope_numbers_beyond_reason_are_one_line(rope: dict[str, Any]) -> None:
+    """A division by zero, a shape of 300 digits, or logits that are never finite."""
+    with pytest.raises(UserError, match=r"config\.json: "):
+        parse_config({**QWEN2, "rope_scaling": rope})
+
+
+@pytest.mark.parametrize(
+    "fields", [{"architectures": "Foo"}, {"dual_chunk_attention_config": {"chunk_size": 8}}]
+)
+def test_what_was_passed_over_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"config\.json: "):
+        parse_config({**QWEN2, **fields})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from checkpoints import QWEN2, write_checkpoint
 from refusals import refused
 from text_fixtures import byte_level_tokenizer, tokenizer_json
 
-from qwen_onnx import contract
+from qwen_onnx import UserError, contract
 from qwen_onnx.checkpoint import INDEX_FILE
 from qwen_onnx.exporter import export_model
 
@@ -255,3 +256,12 @@ def test_folder_that_cannot_be_read(
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", deny)
     assert_untouched(mentions=("adapter_config.json", os.strerror(errno.EACCES)))
+
+
+def test_layers_that_cannot_be_there_are_refused_before_graphs_are_built(tmp_path: Path) -> None:
+    """A million layers in config.json: minutes of building, for three layers of tensors."""
+    write_checkpoint(tmp_path / "model", QWEN2)
+    raw = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 1_000_000}))
+    with pytest.raises(UserError, match="says 1000000 layers"):
+        export_model(str(tmp_path / "model"), tmp_path / "out")

@@ -91,3 +91,9 @@ def test_a_loop_of_links(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("out")
     with pytest.raises(UserError):
         publish(tmp_path / "out")
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    """An export that is made, and that ONNX Runtime can never open."""
+    with pytest.raises(UserError, match="not a UTF-8 name"):
+        refuse_output(tmp_path / "bad\udcff")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chats import endless, endless_checkpoint
+from chats import copy_export, endless, endless_checkpoint
 from checkpoints import QWEN2, write_checkpoint
 from command import command
 
-from qwen_onnx import UserError, running
+from qwen_onnx import UserError, load, running
 from qwen_onnx.hub import DEFAULT_MODEL, ModelSource, resolve_model
 from qwen_onnx.runners import session
 
@@ -107,3 +108,31 @@ def test_a_run_never_loads_the_exporter(cached: bool, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
     assert not loaded & {"onnxscript", "onnx", "onnx_ir", "torch", "transformers", "huggingface_hub"}
+
+
+def test_a_run_reports_to_nobody(tmp_path: Path) -> None:
+    """ONNX Runtime's wheels write a device id under the home folder and send events from there."""
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    environment |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = f"len(list(load({str(endless())!r}).generate([1], max_new_tokens=3)))"
+    program = f"from qwen_onnx import load\nprint({run})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout == "3\n"
+    assert not [path for path in tmp_path.rglob("*") if "onnxruntime" in path.name.lower()]
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000])
+def test_threads_beyond_any_machine_are_refused(threads: int) -> None:
+    """A hundred thousand of them take minutes to make, without a word."""
+    with pytest.raises(UserError, match="1 to 1024"):
+        load(endless(), provider="cpu", threads=threads)
+
+
+def test_weights_linked_out_of_the_folder_are_told_of(tmp_path: Path) -> None:
+    folder = copy_export(endless(), tmp_path / "export")
+    (folder / "weights.safetensors").rename(tmp_path / "elsewhere")
+    (folder / "weights.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="copy or hard-link it"):
+        load(folder, provider="cpu")

@@ -1,0 +1,95 @@
+"""A manifest that lies: values that no export has are refused as it is read, the rest are found by `check`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chats import copy_export, endless
+from command import command
+from damage import change_manifest
+
+from qwen_onnx import UserError
+from qwen_onnx.contract import Golden, read_manifest
+
+GOLDEN = {"prompt_ids": [1, 2], "token_ids": [3, 4], "margins": [1.0, 2.0]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return copy_export(endless(), tmp_path / "export")
+
+
+def set_raw(folder: Path, **fields: Any) -> None:
+    path = folder / "export.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"context_length": -5},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 4},
+        {"vocab_size": 0},
+        {"dtype": "f8"},
+        {"golden": {**GOLDEN, "margins": []}},
+        {"golden": {**GOLDEN, "prompt_ids": []}},
+        {"golden": {"prompt_ids": [1], "token_ids": [], "margins": []}},
+        {"golden": {**GOLDEN, "prompt_ids": [99_999]}},
+    ],
+    ids=str,
+)
+def test_values_that_no_export_has(fields: dict[str, Any], folder: Path) -> None:
+    """A traceback far from the file that is at fault, or golden ids that are always equal."""
+    set_raw(folder, **fields)
+    with pytest.raises(UserError, match=r"export\.json: .*; export the model again"):
+        read_manifest(folder)
+
+
+def test_a_cache_of_another_rank(folder: Path) -> None:
+    raw = json.loads((folder / "export.json").read_text())
+    raw["graphs"][0]["inputs"][-1]["shape"] = [1]
+    set_raw(folder, graphs=raw["graphs"])
+    with pytest.raises(UserError, match="slots"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"context_length": 8192}, "rows of the tables"),
+        ({"eos_token_ids": ()}, "eos_token_ids"),
+        ({"files": {}}, "does not list"),
+    ],
+)
+def test_what_the_files_say_otherwise_is_found(fields: dict[str, Any], says: str, folder: Path) -> None:
+    change_manifest(folder, **fields)
+    ran = command("check", folder, "--provider", "cpu")
+    assert (ran.code, ran.out.startswith("MISMATCH: manifest: ")) == (1, True)
+    assert says in ran.out
+
+
+def test_a_file_put_beside_the_export_is_found(folder: Path) -> None:
+    """A chat template in a file of its own wins over the one in tokenizer_config.json."""
+    (folder / "chat_template.jinja").write_text("")
+    assert "chat_template.jinja was added" in command("check", folder, "--provider", "cpu").out
+
+
+def test_inputs_that_the_graph_does_not_have(folder: Path) -> None:
+    raw = json.loads((folder / "export.json").read_text())
+    raw["graphs"][0]["inputs"][0]["name"] = "ids"
+    set_raw(folder, graphs=raw["graphs"])
+    assert "other inputs or outputs" in command("check", folder, "--provider", "cpu").out
+
+
+def test_golden_ids_that_are_all_wrong(folder: Path) -> None:
+    change_manifest(folder, golden=Golden((1, 2), (5,) * 32, (1e-9,) * 32))
+    assert "a mismatch" in command("check", folder, "--provider", "cpu").out
+
+
+def test_an_export_of_a_newer_runtime_is_not_run(folder: Path) -> None:
+    change_manifest(folder, min_onnxruntime="99.0")
+    assert "99.0 or newer wanted" in command("run", folder, "-p", "Hi", "--provider", "cpu").error
