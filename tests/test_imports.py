@@ -104,3 +104,11 @@ assert len(tokens) == 2
     assert "onnxruntime" in loaded
     assert not loaded & {"onnx", "onnx_ir", "onnxscript", "torch", "transformers", "huggingface_hub"}
     assert not {name for name in loaded if name.startswith(("qwen_onnx.graphs", "qwen_onnx.exporter"))}
+
+
+def test_the_oracle_shares_nothing_with_the_graphs() -> None:
+    """Fault: one wrong formula on both sides of a comparison."""
+    path = modules()["qwen_onnx.reference"]
+    ours = {module for module in imports(path) if module.startswith("qwen_onnx")}
+    assert ours
+    assert all(module.startswith("qwen_onnx.config") for module in ours)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from chats import endless
@@ -118,3 +120,17 @@ def test_ctrl_c_twice_at_the_prompt() -> None:
             assert process.returncode == 130
     finally:
         os.close(ours)
+
+
+def test_an_export_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    done = subprocess.Popen(
+        [sys.executable, "-c", "from qwen_onnx.cli import main; main()", "export", "tiny", tmp_path / "out"],
+        stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    Terminal(ours).wait_for(b"writing weights")
+    out, _ = done.communicate(timeout=PATIENCE)
+    assert done.returncode == 0
+    assert b"writing weights" not in out
+    os.close(ours)

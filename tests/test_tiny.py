@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chats import tiny
+from text_fixtures import QWEN2_SPLIT
 
 import qwen_onnx
 from qwen_onnx import load
@@ -51,6 +52,8 @@ def test_its_tokenizer_is_of_qwen2s_kind() -> None:
     settings = json.loads((FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
     assert settings["normalizer"] == {"type": "NFC"}
     assert settings["model"]["type"] == "BPE"
+    split, _ = settings["pre_tokenizer"]["pretokenizers"]
+    assert split["pattern"] == {"Regex": QWEN2_SPLIT}
     assert settings["decoder"]["type"] == "ByteLevel"
     # Nothing is added, digits stand alone, and any text survives.
     assert tokenizer.encode("") == []
@@ -87,6 +90,7 @@ def test_held_out_prompts_are_answered_right() -> None:
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_rounded_exports_give_the_same_answers(dtype: str) -> None:
+    """On the CPU the bf16 export computes in f32; in bf16 itself the model's card has it from transformers."""
     assert answers(dtype) == answers("f32")
 
 
