@@ -47,7 +47,7 @@ def import_onnxruntime(*, at_least: str = MIN_ONNXRUNTIME) -> Any:
     Raises:
         UserError: it is missing, broken or too old, with the command that mends it.
     """
-    # Its wheels report to their maker: a device id on disk, events over the network. Not from here, unless asked.
+    # Its wheels report to their maker: a device id on disk, events over the network. Not from here.
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         import onnxruntime
