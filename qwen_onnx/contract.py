@@ -90,7 +90,7 @@ class FileSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """Greedy ids recorded on the CPU provider, for `check` to compare other machines with."""
+    """Greedy ids recorded on the CPU provider, computing in f32, for `check` to compare other machines with."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]

@@ -51,9 +51,15 @@ class Exported:
             self._wanted[key] = reference_logits(self.config, self.tensors.__getitem__, ids)
         return self._wanted[key]
 
+    def graph(self, entry: str) -> contract.GraphSpec:
+        """The graph of `prefill`, `decode` or `grow` that is run on the CPU provider here.
+
+        For f16 its own and not the runner's twin of it: the provider runs it too, and no GPU is here that would.
+        """
+        return self.manifest.graph(entry, "cuda" if self.dtype == "f16" else "cpu")
+
     def path(self, entry: str) -> Path:
-        """The graph file of `prefill`, `decode` or `grow` that the CPU provider runs."""
-        return self.folder / self.manifest.graph(entry, "cpu").file
+        return self.folder / self.graph(entry).file
 
     @functools.cached_property
     def sessions(self) -> dict[str, onnxruntime.InferenceSession]:
@@ -104,7 +110,7 @@ class DirectCache:
         self.exported, self.bound = exported, bound
         layers, spec = (
             exported.manifest.num_hidden_layers,
-            exported.manifest.graph("prefill", "cpu").inputs[4],
+            exported.graph("prefill").inputs[4],
         )
         self.past, self.present = contract.past_names(layers), contract.present_names(layers)
         shape = (batch_size, int(spec.shape[1]), capacity, int(spec.shape[3]))

@@ -26,7 +26,7 @@ from qwen_onnx.safetensors_file import FLOAT_DTYPES, read_header
 STORED = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 GRAPHS = {
     dtype: {f"{entry}{cpu}.onnx" for entry in ("prefill", "decode", "grow") for cpu in ("", ".cpu")[:kinds]}
-    for dtype, kinds in (("f32", 1), ("f16", 1), ("bf16", 2))
+    for dtype, kinds in (("f32", 1), ("f16", 2), ("bf16", 2))
 }
 
 

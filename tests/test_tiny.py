@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 from pathlib import Path
 
 import pytest
-from chats import tiny
+from chats import copy_export, tiny
+from damage import change_manifest
 from text_fixtures import QWEN2_SPLIT
 
 import qwen_onnx
@@ -90,8 +92,20 @@ def test_held_out_prompts_are_answered_right() -> None:
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_rounded_exports_give_the_same_answers(dtype: str) -> None:
-    """On the CPU the bf16 export computes in f32; in bf16 itself the model's card has it from transformers."""
+    """On the CPU both compute in f32; in bf16 itself the model's card has it from transformers."""
     assert answers(dtype) == answers("f32")
+
+
+def test_the_f16_graph_itself_gives_the_same_answers(tmp_path: Path) -> None:
+    """The one for GPUs, which the CPU provider runs too: hidden states and cache in f16."""
+    folder = copy_export(tiny("f16"), tmp_path / "export")
+    own = [graph for graph in read_manifest(folder).graphs if "cpu" not in graph.providers]
+    change_manifest(folder, graphs=tuple(dataclasses.replace(graph, providers=("cpu",)) for graph in own))
+    chat = load(folder, provider="cpu")
+    assert chat.runner.compute_dtype == "float16"
+    for item, wanted in zip(HELD_OUT, answers("f32"), strict=True):
+        tokens = chat.generate(item["messages"], max_new_tokens=64)
+        assert "".join(token.text for token in tokens) == wanted
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
