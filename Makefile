@@ -11,11 +11,11 @@ demo: $(VENV)/installed
 	else $(BIN)/qwen-onnx run $(VENV)/tiny-f32 -p "What is 3 plus 4?"; fi
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 # Compares with transformers, and runs what takes minutes or gigabytes.
 parity: $(VENV)/installed-parity
-	$(BIN)/python -m pytest -q -m "transformers or slow"
+	$(BIN)/python -m pytest -q -n auto -m "transformers or slow"
 
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .
@@ -27,15 +27,17 @@ types: $(VENV)/installed-lint
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/wheel/unpacked $(VENV)/wheel/*.whl
 	cd $(VENV)/wheel && MYPYPATH=unpacked ../bin/mypy --config-file ../../pyproject.toml --python-executable ../bin/python -p qwen_onnx
 
-# What a user gets: a plain install, used from elsewhere; and the tests on it, with the newest ONNX Runtime.
+# What a user gets: a plain install, used from elsewhere; and the tests on it, with the newest ONNX Runtime, whose
+# CPU wheel has no CUDA provider to run over stand-ins.
 wheel:
 	rm -rf build $(VENV)/user && $(PYTHON) -m venv $(VENV)/user
 	$(VENV)/user/bin/python -m pip install -q .
 	cd $(VENV) && user/bin/qwen-onnx run tiny --cache-dir user/exports -p "What is 3 plus 4?"
 	$(VENV)/user/bin/python -m pip uninstall -q -y onnxruntime-gpu onnxruntime
-	$(VENV)/user/bin/python -m pip install -q --upgrade onnxruntime pytest hypothesis
+	$(VENV)/user/bin/python -m pip install -q --upgrade onnxruntime pytest pytest-xdist hypothesis
 	cd $(VENV) && user/bin/python -c "import onnxruntime; print('ONNX Runtime', onnxruntime.__version__)"
-	cd $(VENV) && user/bin/python -m pytest -q -c ../pyproject.toml --rootdir .. ../tests
+	cd $(VENV) && user/bin/python -m pytest -q -n auto -c ../pyproject.toml --rootdir .. ../tests \
+		-m "not transformers and not slow and not stand_ins"
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.
 smoke: $(VENV)/installed

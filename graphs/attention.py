@@ -1,4 +1,4 @@
-"""Attention with a cache: the projections all lowerings share. How heads attend is each lowering's own."""
+"""Attention with a cache: the projections most lowerings share. How heads attend is each lowering's own."""
 
 from __future__ import annotations
 
@@ -13,27 +13,34 @@ from qwen_onnx.graphs.state import KeyValue, Precision, Step
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245): N query heads share K key/value heads."""
 
-    def __init__(self, config: QwenConfig, precision: Precision) -> None:
+    def __init__(
+        self, config: QwenConfig, precision: Precision, linear: type[Linear], norm: type[RMSNorm]
+    ) -> None:
         super().__init__()
-        hidden, head = config.hidden_size, config.head_dim
-        query, key = config.num_attention_heads * head, config.num_key_value_heads * head
-        self.q_proj = Linear(hidden, query, precision, bias=config.qkv_bias)
-        self.k_proj = Linear(hidden, key, precision, bias=config.qkv_bias)
-        self.v_proj = Linear(hidden, key, precision, bias=config.qkv_bias)
-        self.o_proj = Linear(query, hidden, precision, bias=config.o_bias)
-        self.q_norm = RMSNorm(head, config.rms_norm_eps, precision) if config.qk_norm else None
-        self.k_norm = RMSNorm(head, config.rms_norm_eps, precision) if config.qk_norm else None
         self.hidden = precision.hidden
-        self.query_size = query
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.query_size, self.key_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.add_projections(config, precision, linear)
+        self.o_proj = linear(self.query_size, config.hidden_size, precision, bias=config.o_bias)
+        self.q_norm = norm(self.head_dim, config.rms_norm_eps, precision) if config.qk_norm else None
+        self.k_norm = norm(self.head_dim, config.rms_norm_eps, precision) if config.qk_norm else None
 
-    def forward(self, op: OpBuilder, x_MD: ir.Value, past: KeyValue, step: Step) -> tuple[ir.Value, KeyValue]:
-        """[M, D] and the cache -> [M, D] and the cache with the new tokens in it."""
-        q_MX, k_MX, v_MX = self.q_proj(op, x_MD), self.k_proj(op, x_MD), self.v_proj(op, x_MD)
-        attended_MX, present = self.attend(op, q_MX, k_MX, v_MX, past, step)
-        return self.o_proj(op, attended_MX), present
+    def add_projections(self, config: QwenConfig, precision: Precision, linear: type[Linear]) -> None:
+        """Declare what makes queries, keys and values of x."""
+        size, bias = config.hidden_size, config.qkv_bias
+        self.q_proj = linear(size, self.query_size, precision, bias=bias)
+        self.k_proj = linear(size, self.key_size, precision, bias=bias)
+        self.v_proj = linear(size, self.key_size, precision, bias=bias)
+
+    def forward(self, op: OpBuilder, x: ir.Value, past: KeyValue, step: Step) -> tuple[ir.Value, KeyValue]:
+        """[..., D] and the cache -> [..., D] and the cache with the new tokens in it."""
+        q, k, v = self.q_proj(op, x), self.k_proj(op, x), self.v_proj(op, x)
+        attended, present = self.attend(op, q, k, v, past, step)
+        return self.o_proj(op, attended), present
 
     def attend(
-        self, op: OpBuilder, q_MX: ir.Value, k_MX: ir.Value, v_MX: ir.Value, past: KeyValue, step: Step
+        self, op: OpBuilder, q: ir.Value, k: ir.Value, v: ir.Value, past: KeyValue, step: Step
     ) -> tuple[ir.Value, KeyValue]:
-        """Projected [M, heads x H] queries, keys and values -> [M, N x H] and the new cache."""
+        """Projected [..., heads x H] queries, keys and values -> [..., N x H] and the new cache."""
         raise NotImplementedError

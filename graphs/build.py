@@ -13,13 +13,17 @@ from onnxscript import GraphBuilder
 
 from qwen_onnx import contract
 from qwen_onnx.config import QwenConfig
+from qwen_onnx.graphs import contrib_ops
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.model import QwenForCausalLM
-from qwen_onnx.graphs.state import KeyValue, Precision
+from qwen_onnx.graphs.packed import parts
+from qwen_onnx.graphs.state import KeyValue, Precision, Step
 
 # Where onnxscript leaves what went wrong in shape inference: it never raises.
 _INFERENCE_ERROR = "pkg.onnxscript.shape_inference_error"
-_IR_VERSION = 11
+_IR_VERSIONS = {17: 8, 24: 11}
+"""The first IR version of each operator set used here: readers of old ones refuse new files."""
+_LARGEST = 3e38  # near f32's end: beyond is infinity
 
 
 class StoredParameter(NamedTuple):
@@ -31,13 +35,20 @@ class StoredParameter(NamedTuple):
 
 
 def build_decoder(
-    config: QwenConfig, precision: Precision, lowering: Lowering, *, positions: int, single: bool
+    config: QwenConfig,
+    precision: Precision,
+    lowering: Lowering,
+    *,
+    positions: int,
+    single: bool = False,
+    greedy: bool = False,
 ) -> ir.Model:
     """The decoder with its cache as inputs and outputs; weights declared, not loaded.
 
     Args:
         positions: rows of the rotary tables.
         single: one token a row (`decode`) instead of any number (`prefill`).
+        greedy: choose the token too, and put out what the next step takes in (see `_choose`).
 
     Raises:
         ValueError: a node that shape inference refuses, or a value without a type: a fault in graphs/.
@@ -47,34 +58,76 @@ def build_decoder(
         contract.INPUT_IDS, ir.DataType.INT64, [contract.BATCH, 1 if single else contract.SEQUENCE]
     )
     # A Module belongs to the first graph it is called in, so the tree is made anew for each graph.
-    model = QwenForCausalLM(config, precision, lowering.attention, positions)
-    step, last_B = lowering.begin(builder, config, model.rotary, ids_BS, single=single)
+    model = QwenForCausalLM(config, precision, lowering, positions)
+    step = lowering.begin(builder, config, precision, model.rotary, ids_BS, single=single)
     layers = config.num_hidden_layers
-    shape: list[int | str] = [
-        contract.BATCH,
-        config.num_key_value_heads,
-        lowering.cache_length,
-        config.head_dim,
-    ]
-    past = [builder.input(name, precision.hidden, shape) for name in contract.past_names(layers)]
+    past_shape, present_shape = (
+        ir.Shape([contract.BATCH, config.num_key_value_heads, length, config.head_dim])
+        for length in lowering.cache_lengths
+    )
+    past = [builder.input(name, precision.hidden, past_shape) for name in contract.past_names(layers)]
     cache = [KeyValue(past[i], past[i + 1]) for i in range(0, len(past), 2)]
 
-    logits, present = model(builder.op, ids_BS, cache, step, last_B)
+    logits, present = model(builder.op, ids_BS, cache, step)
 
     logits.shape = ir.Shape([contract.BATCH, 1, config.vocab_size])  # inference loses the batch in a Reshape
+    chosen = _choose(builder, logits, lowering, step, config.vocab_size) if greedy else {}
     builder.add_output(logits, contract.LOGITS)
+    for name, value in chosen.items():
+        builder.add_output(value, contract.NEXT + name)
     for name, value in zip(contract.present_names(layers), [v for kv in present for v in kv], strict=True):
+        value.shape = present_shape.copy()
         builder.add_output(value, name)
     return _finish(graph)
 
 
-def build_grow(config: QwenConfig, dtype: ir.DataType, lowering: Lowering) -> ir.Model:
+def _choose(
+    builder: GraphBuilder, logits_B1V: ir.Value, lowering: Lowering, step: Step, vocab_size: int
+) -> dict[str, ir.Value]:
+    """The best token and the inputs of the step that takes it, by name.
+
+    `logit_bias` f32 [V] is added first: -inf there keeps an id from being chosen. A token of -1 says that the
+    logits are not numbers.
+    """
+    builder.push_module("choose")
+    op = builder.op
+    bias_V = builder.input(contract.LOGIT_BIAS, ir.DataType.FLOAT, [vocab_size])
+    best_B1 = op.ArgMax(op.Add(logits_B1V, bias_V), axis=2, keepdims=0)
+    # One logit that is no number makes the sum of squares none, and a comparison with that is false.
+    squares_B11 = op.MatMul(logits_B1V, op.Reshape(logits_B1V, [0, -1, 1]))
+    is_number_B1 = op.Squeeze(op.Less(squares_B11, _LARGEST), [2])
+    # By this the next inputs depend on the choice, so that none is written over its own input too early.
+    moved_B1 = op.Cast(is_number_B1, to=ir.DataType.INT64)
+    chosen = {
+        contract.INPUT_IDS: op.Where(is_number_B1, best_B1, -1),
+        **lowering.advance(op, step, moved_B1),
+    }
+    builder.pop_module()
+    for name, value in chosen.items():
+        by_row = name in (contract.WRITE_INDICES, contract.SEQLENS_K)
+        value.shape = ir.Shape([contract.BATCH] if by_row else [contract.BATCH, 1])
+    return chosen
+
+
+def build_grow(config: QwenConfig, dtype: ir.DataType) -> ir.Model:
     """Copies one cache buffer into the front of a larger one, on whatever device both are on."""
-    graph, builder = _empty_graph("grow", lowering.opsets)
+    graph, builder = _empty_graph("grow", {"": 24})
     heads, size = config.num_key_value_heads, config.head_dim
     small = builder.input(contract.GROW_FROM, dtype, [contract.BATCH, heads, contract.CAPACITY, size])
     large = builder.input(contract.GROW_INTO, dtype, [contract.BATCH, heads, contract.LARGER_CAPACITY, size])
     builder.add_output(builder.op.TensorScatter(large, small, axis=2), contract.GROW_RESULT)
+    return _finish(graph)
+
+
+def build_shrink(config: QwenConfig, dtype: ir.DataType) -> ir.Model:
+    """Keeps the first `length` slots of one cache tensor, on whatever device it is on."""
+    graph, builder = _empty_graph("shrink", {"": 17})
+    heads, size = config.num_key_value_heads, config.head_dim
+    cache = builder.input(contract.GROW_FROM, dtype, [contract.BATCH, heads, contract.PAST, size])
+    length = builder.input(contract.SHRINK_LENGTH, ir.DataType.INT64, [1])
+    shrunk = builder.op.Slice(cache, [0], length, [2])
+    shrunk.shape = ir.Shape([contract.BATCH, heads, contract.SHRINK_LENGTH, size])
+    builder.add_output(shrunk, contract.SHRINK_RESULT)
     return _finish(graph)
 
 
@@ -86,7 +139,7 @@ def parameters(model: ir.Model) -> dict[str, ir.Value]:
 def save_graph(model: ir.Model, path: Path, stored: dict[str, StoredParameter]) -> None:
     """Verify and write the graph; its parameters point into the weights files beside it."""
     for name, value in parameters(model).items():
-        place = stored[name]
+        place = _place(name, stored)
         if value.dtype is None or value.shape is None:
             raise ValueError(f"parameter {name} has no type")
         value.const_value = ir.ExternalTensor(
@@ -96,6 +149,17 @@ def save_graph(model: ir.Model, path: Path, stored: dict[str, StoredParameter]) 
     proto = ir.to_proto(model)
     verify(proto)
     path.write_bytes(proto.SerializeToString())
+
+
+def _place(name: str, stored: dict[str, StoredParameter]) -> StoredParameter:
+    """Where a parameter lies; one that packs several tensors spans them, which lie side by side."""
+    first, *others = (stored[part] for part in parts(name))
+    end = first.offset + first.nbytes
+    for other in others:
+        if (other.file, other.offset) != (first.file, end):
+            raise ValueError(f"{name}: what it packs does not lie side by side")
+        end += other.nbytes
+    return StoredParameter(first.file, first.offset, end - first.offset)
 
 
 def verify(model: onnx.ModelProto) -> None:
@@ -126,30 +190,36 @@ def _empty_graph(name: str, opsets: Mapping[str, int]) -> tuple[ir.Graph, GraphB
 
 def _finish(graph: ir.Graph) -> ir.Model:
     for node in graph:
-        if error := node.metadata_props.get(_INFERENCE_ERROR):
+        error = node.metadata_props.get(_INFERENCE_ERROR)
+        if error and node.domain != contrib_ops.DOMAIN:  # there is no schema of those; contrib_ops types them
             raise ValueError(f"{node.name}: {error}")
         if node.domain not in graph.opset_imports:
             raise ValueError(f"{node.name}: domain {node.domain!r} is not imported")
-        for value in node.outputs:
+        for value in _used(node):
             if value.dtype is None or value.shape is None:
                 raise ValueError(f"{node.name}: the type of {value.name!r} is unknown")
     for value in graph.inputs:
         if not value.uses():
             raise ValueError(f"input {value.name} is never read")
     _name_by_scope(graph)
-    model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="qwen-onnx")
+    model = ir.Model(graph, ir_version=_IR_VERSIONS[graph.opset_imports[""]], producer_name="qwen-onnx")
     common_passes.ClearMetadataAndDocStringPass()(model)
     return model
 
 
 def _name_by_scope(graph: ir.Graph) -> None:
-    """model/layers.0/mlp/Mul_node_51 becomes model.layers.0.mlp/Mul, and so does its output."""
+    """model/layers.0/mlp/Mul_node_51 becomes model.layers.0.mlp/Mul, and so does its first output."""
     seen: dict[str, int] = {}
     for node in graph:
         *scopes, _ = (node.name or "").split("/")
         name = f"{'.'.join(scopes)}/{node.op_type}" if scopes else node.op_type
         seen[name] = seen.get(name, -1) + 1
         node.name = f"{name}_{seen[name]}" if seen[name] else name
-        for value in node.outputs:
+        for index, value in enumerate(_used(node)):
             if not value.is_graph_output():
-                value.name = node.name
+                value.name = f"{node.name}.{index}" if index else node.name
+
+
+def _used(node: ir.Node) -> list[ir.Value]:
+    """A node's outputs but for those that it was told to leave out."""
+    return [value for value in node.outputs if value.name != ""]

@@ -1,4 +1,4 @@
-"""The layers every lowering shares. Attribute names are the checkpoint's, so no name map exists."""
+"""The layers that lowerings start from. Attribute names are the checkpoint's, so no name map exists."""
 
 from __future__ import annotations
 
@@ -53,8 +53,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.hidden = precision.hidden
 
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """[..., size] -> [..., size]."""
+    def forward(self, op: OpBuilder, x: ir.Value, delta: ir.Value | None = None) -> tuple[ir.Value, ir.Value]:
+        """norm(x + delta) and x + delta, each [..., size]; what is to be added to x comes here to be fused."""
+        total = x if delta is None else op.Add(x, delta)
+        return self.normed(op, total), total
+
+    def normed(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """The norm itself, [..., size] -> [..., size]."""
         weight = as_type(op, self.weight, self.hidden)
         return op.RMSNormalization(x, weight, axis=-1, epsilon=self.eps, stash_type=ir.DataType.FLOAT)
 
@@ -62,15 +67,15 @@ class RMSNorm(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: QwenConfig, precision: Precision) -> None:
+    def __init__(self, config: QwenConfig, precision: Precision, linear: type[Linear]) -> None:
         super().__init__()
         hidden, feed_forward = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(hidden, feed_forward, precision, bias=False)
-        self.up_proj = Linear(hidden, feed_forward, precision, bias=False)
-        self.down_proj = Linear(feed_forward, hidden, precision, bias=False)
+        self.gate_proj = linear(hidden, feed_forward, precision, bias=False)
+        self.up_proj = linear(hidden, feed_forward, precision, bias=False)
+        self.down_proj = linear(feed_forward, hidden, precision, bias=False)
 
-    def forward(self, op: OpBuilder, x_MD: ir.Value) -> ir.Value:
-        """[M, D] -> [M, D]."""
-        gate_MF = self.gate_proj(op, x_MD)
-        silu_MF = op.Mul(gate_MF, op.Sigmoid(gate_MF))
-        return self.down_proj(op, op.Mul(silu_MF, self.up_proj(op, x_MD)))
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """[..., D] -> [..., D]."""
+        gate = self.gate_proj(op, x)
+        silu = op.Mul(gate, op.Sigmoid(gate))
+        return self.down_proj(op, op.Mul(silu, self.up_proj(op, x)))

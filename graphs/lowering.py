@@ -1,4 +1,4 @@
-"""What a way of building attention and cache must say; each is one class of its own (see static)."""
+"""What a way of building the decoder must say; each is one class of its own (static, contrib, portable)."""
 
 from __future__ import annotations
 
@@ -6,36 +6,53 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import onnx_ir as ir
-from onnxscript import GraphBuilder
+from onnxscript import GraphBuilder, OpBuilder
 
 from qwen_onnx.config import QwenConfig
 from qwen_onnx.graphs.attention import Attention
+from qwen_onnx.graphs.layers import MLP, Linear, RMSNorm
 from qwen_onnx.graphs.rotary import RotaryTables
-from qwen_onnx.graphs.state import Step
+from qwen_onnx.graphs.state import Precision, Step
 
 
 class Lowering:
-    """One choice of operators for attention and cache."""
+    """One choice of operators: for the layers, for attention and cache, and for what stands around them."""
 
     name: ClassVar[str]
     opsets: ClassVar[Mapping[str, int]]
     """Operator domains and their versions."""
-    attention: ClassVar[type[Attention]]
-    cache_length: ClassVar[str]
-    """Name of the cache inputs' third dimension."""
+    cache_lengths: ClassVar[tuple[str, str]]
+    """Names of the third dimension of the cache's inputs and outputs."""
+    flat: ClassVar[bool] = False
+    """Hidden states are [M, D] between the layers, not [B, S, D]."""
+    linear: ClassVar[type[Linear]] = Linear
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+    attention: type[Attention]
+    mlp: type[MLP] = MLP
 
     def begin(
         self,
         builder: GraphBuilder,
         config: QwenConfig,
+        precision: Precision,
         rotary: RotaryTables,
         ids_BS: ir.Value,
         *,
         single: bool,
-    ) -> tuple[Step, ir.Value | None]:
+    ) -> Step:
         """Declare the inputs beside ids and cache, and make of them the step that every layer reads.
 
-        The second value says which of the S tokens is each row's last, int64 [B]; None with `single`, where
-        there is one token a row and nothing to choose.
+        With `single` there is one token a row (S is 1).
+        """
+        raise NotImplementedError
+
+    def last(self, op: OpBuilder, x: ir.Value, step: Step) -> ir.Value:
+        """Of the states after the last norm, each row's last real token: what the head reads."""
+        raise NotImplementedError
+
+    def advance(self, op: OpBuilder, step: Step, moved_B1: ir.Value) -> dict[str, ir.Value]:
+        """For a graph that feeds its own next step: the inputs of `begin` that the next token needs, by name.
+
+        `moved_B1` is int64, 1 where a row goes on; it is computed last of all.
         """
         raise NotImplementedError

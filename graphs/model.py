@@ -8,8 +8,8 @@ import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.graphs.attention import Attention
-from qwen_onnx.graphs.layers import MLP, Embedding, Linear, RMSNorm, as_type
+from qwen_onnx.graphs.layers import Embedding, as_type
+from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.rotary import RotaryTables
 from qwen_onnx.graphs.state import KeyValue, Precision, Step
 
@@ -17,75 +17,74 @@ from qwen_onnx.graphs.state import KeyValue, Precision, Step
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each on the normed stream and added back to it."""
 
-    def __init__(self, config: QwenConfig, precision: Precision, attention: type[Attention]) -> None:
+    def __init__(self, config: QwenConfig, precision: Precision, lowering: Lowering) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
-        self.self_attn = attention(config, precision)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
-        self.mlp = MLP(config, precision)
+        size, eps, linear, norm = config.hidden_size, config.rms_norm_eps, lowering.linear, lowering.norm
+        self.input_layernorm = norm(size, eps, precision)
+        self.self_attn = lowering.attention(config, precision, linear, norm)
+        self.post_attention_layernorm = norm(size, eps, precision)
+        self.mlp = lowering.mlp(config, precision, linear)
 
-    def forward(self, op: OpBuilder, x_MD: ir.Value, past: KeyValue, step: Step) -> tuple[ir.Value, KeyValue]:
-        """[M, D] -> [M, D] and this layer's new cache."""
-        attended_MD, present = self.self_attn(op, self.input_layernorm(op, x_MD), past, step)
-        x_MD = op.Add(x_MD, attended_MD)
-        return op.Add(x_MD, self.mlp(op, self.post_attention_layernorm(op, x_MD))), present
+    def forward(
+        self, op: OpBuilder, x: ir.Value, delta: ir.Value | None, past: KeyValue, step: Step
+    ) -> tuple[ir.Value, ir.Value, KeyValue]:
+        """The stream and what is still to be added to it -> the same of this layer, and its new cache.
+
+        The sum is left to the next norm, which can add on the way.
+        """
+        normed, x = self.input_layernorm(op, x, delta)
+        attended, present = self.self_attn(op, normed, past, step)
+        normed, x = self.post_attention_layernorm(op, x, attended)
+        return x, self.mlp(op, normed), present
 
 
 class QwenModel(nn.Module):
     """Token ids to hidden states."""
 
-    def __init__(self, config: QwenConfig, precision: Precision, attention: type[Attention]) -> None:
+    def __init__(self, config: QwenConfig, precision: Precision, lowering: Lowering) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, precision)
         self.layers = nn.ModuleList(
-            [DecoderLayer(config, precision, attention) for _ in range(config.num_hidden_layers)]
+            [DecoderLayer(config, precision, lowering) for _ in range(config.num_hidden_layers)]
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, precision)
+        self.norm = lowering.norm(config.hidden_size, config.rms_norm_eps, precision)
         self.hidden_size = config.hidden_size
+        self.lowering = lowering
 
     def forward(
-        self,
-        op: OpBuilder,
-        ids_BS: ir.Value,
-        cache: Sequence[KeyValue],
-        step: Step,
-        last_B: ir.Value | None,
+        self, op: OpBuilder, ids_BS: ir.Value, cache: Sequence[KeyValue], step: Step
     ) -> tuple[ir.Value, list[KeyValue]]:
-        """[B, S] -> the normed state of each row's last token [B, D], and the new cache."""
-        x_BSD = self.embed_tokens(op, ids_BS)
-        x_MD = op.Reshape(x_BSD, [-1, self.hidden_size])
+        """[B, S] -> the normed states of all tokens, and the new cache."""
+        x, delta = self.embed_tokens(op, ids_BS), None
+        if self.lowering.flat:
+            x = op.Reshape(x, [-1, self.hidden_size])
         present = []
         for layer, past in zip(self.layers, cache, strict=True):
-            x_MD, key_value = layer(op, x_MD, past, step)
+            x, delta, key_value = layer(op, x, delta, past, step)
             present.append(key_value)
-        if last_B is not None:  # before norm and head: they are needed for one token a row only
-            x_BSD = op.Reshape(x_MD, op.Shape(x_BSD))
-            x_MD = op.GatherND(x_BSD, op.Unsqueeze(last_B, [1]), batch_dims=1)
-        return self.norm(op, x_MD), present
+        normed, _ = self.norm(op, x, delta)
+        return normed, present
 
 
 class QwenForCausalLM(nn.Module):
     """Token ids and cache to f32 logits; the tree of attributes is the checkpoint's tree of names."""
 
-    def __init__(
-        self, config: QwenConfig, precision: Precision, attention: type[Attention], positions: int
-    ) -> None:
+    def __init__(self, config: QwenConfig, precision: Precision, lowering: Lowering, positions: int) -> None:
         super().__init__()
         self.rotary = RotaryTables(config, positions)
-        self.model = QwenModel(config, precision, attention)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, precision, bias=False)
+        self.model = QwenModel(config, precision, lowering)
+        self.lm_head = lowering.linear(config.hidden_size, config.vocab_size, precision, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight  # one initializer, two readers
+        self.lowering = lowering
 
     def forward(
-        self,
-        op: OpBuilder,
-        ids_BS: ir.Value,
-        cache: Sequence[KeyValue],
-        step: Step,
-        last_B: ir.Value | None,
+        self, op: OpBuilder, ids_BS: ir.Value, cache: Sequence[KeyValue], step: Step
     ) -> tuple[ir.Value, list[KeyValue]]:
         """[B, S] -> f32 logits of each row's last token [B, 1, V], and the new cache."""
-        x_BD, present = self.model(op, ids_BS, cache, step, last_B)
-        logits_BV = as_type(op, self.lm_head(op, x_BD), ir.DataType.FLOAT)
-        return op.Unsqueeze(logits_BV, [1]), present
+        normed, present = self.model(op, ids_BS, cache, step)
+        # One token a row: the head is as large as all layers together.
+        logits = self.lm_head(op, self.lowering.last(op, normed, step))
+        if self.lowering.flat:
+            logits = op.Unsqueeze(logits, [1])
+        return as_type(op, logits, ir.DataType.FLOAT), present

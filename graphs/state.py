@@ -1,7 +1,8 @@
 """What travels through a graph beside the hidden states, and in which number types.
 
 Shape suffixes used throughout: B batch, S query tokens, T live tokens (cached and new), C cache capacity,
-M = B x S tokens in a row, D hidden, F feed-forward, V vocabulary, N query heads, K key/value heads, H head size.
+M = B x S tokens in a row, D hidden, F feed-forward, V vocabulary, N query heads, K key/value heads, H head size,
+G = N / K query heads that share one key/value head. X is a projection's width.
 """
 
 from __future__ import annotations

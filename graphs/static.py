@@ -1,20 +1,24 @@
-"""The `static` lowering: ai.onnx 24 only, over a cache of fixed capacity that is written in place."""
+"""The `static` lowering: ai.onnx 24 only, over a cache of fixed capacity that is written in place.
+
+Its `capture` variant is for CUDA graphs: no shape depends on how many slots of the cache are live.
+"""
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
+from qwen_onnx import contract
 from qwen_onnx.config import QwenConfig
 from qwen_onnx.contract import ATTENTION_MASK, BATCH, CAPACITY, LIVE, POSITION_IDS, SEQUENCE, WRITE_INDICES
 from qwen_onnx.graphs.attention import Attention
 from qwen_onnx.graphs.layers import RMSNorm, as_type
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.rotary import RotaryTables
-from qwen_onnx.graphs.state import KeyValue
+from qwen_onnx.graphs.state import KeyValue, Precision
 
 # Finite, so that a row that may look at nothing (padding) averages garbage instead of dividing 0 by 0, and
 # far enough from f32's end that no score added to it becomes infinite.
@@ -28,14 +32,20 @@ class StaticStep(NamedTuple):
     """int64: the row of the rotary tables, counted per sequence without its padding."""
     write_indices_B: ir.Value
     """int64: the cache slot of each row's first query token."""
-    live_length: ir.Value
-    """int64 [1]: T, the slots that attention reads."""
+    query_slot_BS: ir.Value
+    """int64: the cache slot of each query token."""
+    live_length: ir.Value | None
+    """int64 [1]: T, the slots that attention reads; None where it reads all C and T is C."""
     mask_B1ST: ir.Value
     """f32, added to the scores: 0 where a query may look, a large negative number where not."""
     query_shape: ir.Value | list[int]
     """int64 [4]: B, S, N, H."""
     key_shape: ir.Value | list[int]
     """int64 [4]: B, S, K, H."""
+    states_shape: ir.Value | list[int] | None
+    """int64 [3]: B, S, D; None where S is 1."""
+    last_B: ir.Value | None
+    """int64: which of the S tokens is each row's last; None where S is 1."""
     cos_PH2: ir.Value
     """f32 [positions, H/2]."""
     sin_PH2: ir.Value
@@ -66,7 +76,7 @@ class StaticAttention(Attention):
     ) -> ir.Value:
         x_BSNH = op.Reshape(x_MX, shape)
         if norm is not None:
-            x_BSNH = norm(op, x_BSNH)
+            x_BSNH, _ = norm(op, x_BSNH)
         return op.Transpose(x_BSNH, perm=[0, 2, 1, 3])
 
     def _rotated(self, op: OpBuilder, x_BNSH: ir.Value, step: StaticStep) -> ir.Value:
@@ -76,8 +86,9 @@ class StaticAttention(Attention):
 
 def _live(op: OpBuilder, cache_BKCH: ir.Value, step: StaticStep) -> ir.Value:
     """Slots beyond the live length are never read, so they may hold anything; f32 for the scores."""
-    live_BKTH = op.Slice(cache_BKCH, [0], step.live_length, [2])
-    return as_type(op, live_BKTH, ir.DataType.FLOAT)
+    if step.live_length is not None:
+        cache_BKCH = op.Slice(cache_BKCH, [0], step.live_length, [2])
+    return as_type(op, cache_BKCH, ir.DataType.FLOAT)
 
 
 class StaticLowering(Lowering):
@@ -85,52 +96,114 @@ class StaticLowering(Lowering):
 
     name = "static"
     opsets = MappingProxyType({"": 24})
+    cache_lengths = (CAPACITY, CAPACITY)
+    flat = True  # Gemm multiplies matrices, not batches of them
     attention = StaticAttention
-    cache_length = CAPACITY
+    mask_length: ClassVar[str] = LIVE
 
     def begin(
         self,
         builder: GraphBuilder,
         config: QwenConfig,
+        precision: Precision,
         rotary: RotaryTables,
         ids_BS: ir.Value,
         *,
         single: bool,
-    ) -> tuple[StaticStep, ir.Value | None]:
+    ) -> StaticStep:
         """See Lowering.begin."""
         op, sequence = builder.op, 1 if single else SEQUENCE
         cos_PH2, sin_PH2 = rotary(op)
         builder.push_module("step")
-        mask_BT = builder.input(ATTENTION_MASK, ir.DataType.INT64, [BATCH, LIVE])
+        mask_BT = builder.input(ATTENTION_MASK, ir.DataType.INT64, [BATCH, self.mask_length])
         position_ids_BS = builder.input(POSITION_IDS, ir.DataType.INT64, [BATCH, sequence])
         write_indices_B = builder.input(WRITE_INDICES, ir.DataType.INT64, [BATCH])
 
-        live_length = op.Shape(mask_BT, start=1, end=2)
-        slot_T = op.Range(0, op.Squeeze(live_length), 1)
+        length = op.Shape(mask_BT, start=1, end=2)
+        slot_T = op.Range(0, op.Squeeze(length), 1)
         query_slot_BS = op.Unsqueeze(write_indices_B, [1])
         last_B = None
         if not single:
             queries = op.Shape(ids_BS, start=1, end=2)
             query_slot_BS = op.Add(query_slot_BS, op.Range(0, op.Squeeze(queries), 1))
-            # A row's last real token, kept within this call's tokens: a row may be padding from here on.
-            last_slot_B = op.ReduceMax(op.Mul(mask_BT, slot_T), [1], keepdims=0)
-            last_slot_B = op.Min(last_slot_B, op.ReduceMax(query_slot_BS, [1], keepdims=0))
-            last_B = op.Max(op.Sub(last_slot_B, write_indices_B), 0)
+            last_B = self.last_of(op, mask_BT, slot_T, query_slot_BS, write_indices_B)
         not_later_BST = op.LessOrEqual(slot_T, op.Unsqueeze(query_slot_BS, [2]))
         real_B1T = op.Unsqueeze(op.Cast(mask_BT, to=ir.DataType.BOOL), [1])
         mask_BST = op.Where(op.And(not_later_BST, real_B1T), 0.0, MASKED)
 
         ids_shape = None if single else op.Shape(ids_BS)
-        heads, kv_heads, head = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+
+        def shape(*sizes: int) -> ir.Value | list[int]:
+            return [-1, 1, *sizes] if ids_shape is None else op.Concat(ids_shape, [*sizes], axis=0)
+
         step = StaticStep(
             position_ids_BS=position_ids_BS,
             write_indices_B=write_indices_B,
-            live_length=live_length,
+            query_slot_BS=query_slot_BS,
+            live_length=length if self.mask_length == LIVE else None,
             mask_B1ST=op.Unsqueeze(mask_BST, [1]),
-            query_shape=[-1, 1, heads, head] if single else op.Concat(ids_shape, [heads, head], axis=0),
-            key_shape=[-1, 1, kv_heads, head] if single else op.Concat(ids_shape, [kv_heads, head], axis=0),
+            query_shape=shape(config.num_attention_heads, config.head_dim),
+            key_shape=shape(config.num_key_value_heads, config.head_dim),
+            states_shape=None if single else shape(config.hidden_size),
+            last_B=last_B,
             cos_PH2=cos_PH2,
             sin_PH2=sin_PH2,
         )
         builder.pop_module()
-        return step, last_B
+        return step
+
+    def last_of(
+        self,
+        op: OpBuilder,
+        mask_BT: ir.Value,
+        slot_T: ir.Value,
+        query_slot_BS: ir.Value,
+        write_indices_B: ir.Value,
+    ) -> ir.Value | None:
+        """Which of the S tokens is each row's last real one: a row may be padding from there on."""
+        last_slot_B = op.ReduceMax(op.Mul(mask_BT, slot_T), [1], keepdims=0)
+        last_slot_B = op.Min(last_slot_B, op.ReduceMax(query_slot_BS, [1], keepdims=0))
+        return op.Max(op.Sub(last_slot_B, write_indices_B), 0)
+
+    def last(self, op: OpBuilder, x_MD: ir.Value, step: StaticStep) -> ir.Value:
+        """See Lowering.last; [M, D] -> [B, D]."""
+        if step.last_B is None:
+            return x_MD
+        x_BSD = op.Reshape(x_MD, step.states_shape)
+        return op.GatherND(x_BSD, op.Unsqueeze(step.last_B, [1]), batch_dims=1)
+
+
+class CaptureLowering(StaticLowering):
+    """Attends over the whole cache, which must hold numbers everywhere: start from zeros.
+
+    The mask has a column for every slot of the cache. Slots after a query are hidden by their place, so that a
+    mask of ones, but for padding, serves all steps. Rows end together: padding is on the left.
+    """
+
+    name = "static-capture"
+    mask_length = CAPACITY
+
+    def last_of(
+        self,
+        op: OpBuilder,
+        mask_BT: ir.Value,
+        slot_T: ir.Value,
+        query_slot_BS: ir.Value,
+        write_indices_B: ir.Value,
+    ) -> None:
+        """The last of the S is. To look for it would take a reduction, and on CUDA a library (cuDNN) for it."""
+
+    def last(self, op: OpBuilder, x_MD: ir.Value, step: StaticStep) -> ir.Value:
+        """See Lowering.last; [M, D] -> [B, D]."""
+        if step.states_shape is None:
+            return x_MD
+        return op.Gather(op.Reshape(x_MD, step.states_shape), -1, axis=1)
+
+    def advance(self, op: OpBuilder, step: StaticStep, moved_B1: ir.Value) -> dict[str, ir.Value]:
+        """See Lowering.advance."""
+        return {
+            contract.POSITION_IDS: op.Add(op.Gather(step.position_ids_BS, [-1], axis=1), moved_B1),
+            contract.WRITE_INDICES: op.Add(
+                op.Gather(step.query_slot_BS, -1, axis=1), op.Squeeze(moved_B1, [1])
+            ),
+        }

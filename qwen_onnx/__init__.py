@@ -64,6 +64,9 @@ def load(
     *,
     provider: str = "auto",
     threads: int | None = None,
+    cuda_graph: bool = True,
+    tf32: bool = False,
+    greedy_on_device: bool = False,
     max_context: int | None = None,
 ) -> Chat:
     """Open an exported folder.
@@ -72,6 +75,9 @@ def load(
         path: a folder made by `export`.
         provider: `auto`, `cpu`, `cuda` or `tensorrt`.
         threads: cores to compute on; default all that this process may use.
+        cuda_graph: on CUDA, capture decode steps and replay them.
+        tf32: on CUDA, let f32 products round their factors to 10 bits.
+        greedy_on_device: choose the token in the graph, which feeds its own next step.
         max_context: use fewer positions than the export holds.
 
     Raises:
@@ -81,4 +87,5 @@ def load(
     from qwen_onnx.runners.runner import Runner
     from qwen_onnx.runners.session import SessionOptions
 
-    return Chat(Runner(Path(path), SessionOptions(provider, threads), max_context=max_context))
+    options = SessionOptions(provider, threads, cuda_graph, tf32, greedy_on_device)
+    return Chat(Runner(Path(path), options, max_context=max_context))

@@ -22,8 +22,9 @@ from qwen_onnx.info import load_graph, tensor_spec
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.chat_template import ChatTemplate
+from qwen_onnx.runners.providers import choose_provider
 from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import SessionOptions, choose_provider
+from qwen_onnx.runners.session import SessionOptions
 from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor, read_header, same_bytes
@@ -50,11 +51,14 @@ class Finding:
     text: str
 
 
-def check_export(folder: Path, *, against: str | None = None, provider: str = "auto") -> Iterator[Finding]:
+def check_export(
+    folder: Path, *, against: str | None = None, provider: str = "auto", tf32: bool = False
+) -> Iterator[Finding]:
     """Check an export, a finding at a time; it is good when all of them are.
 
     Args:
         against: checkpoint (folder, Hub id or `tiny`) to compare weights and logits with.
+        tf32: on CUDA, with factors of f32 products rounded; the bounds are those of f32 still.
 
     Raises:
         UserError: not an export at all, or the provider does not start.
@@ -76,13 +80,14 @@ def check_export(folder: Path, *, against: str | None = None, provider: str = "a
         if fault is not None:
             return
     try:
-        chat = Chat(Runner(folder, SessionOptions(provider)))
+        chat = Chat(Runner(folder, SessionOptions(provider, tf32=tf32)))
     except UserError as error:
         yield Finding(False, str(error))
         return
+    yield Finding(True, f"runs: {chat.runner.graph.file} on {chat.runner.describe()}")
     if checkpoint is not None:
         yield _finding(_check_logits, chat, manifest, checkpoint)
-    yield _finding(_check_golden, chat, manifest)
+    yield _finding(check_golden, chat, manifest)
 
 
 def _finding(check: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> Finding:
@@ -217,7 +222,8 @@ def _kl(p_logits: NDArray[np.float64], q_logits: NDArray[np.float64]) -> NDArray
     return divergence
 
 
-def _check_golden(chat: Chat, manifest: Manifest) -> Finding:
+def check_golden(chat: Chat, manifest: Manifest) -> Finding:
+    """Greedy ids against the golden ones, which the CPU provider records first where there are none."""
     folder, provider, golden = chat.runner.folder, chat.runner.provider, manifest.golden
     if golden is None:
         on_cpu = chat if provider == "cpu" else Chat(Runner(folder, SessionOptions("cpu")))

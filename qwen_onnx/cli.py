@@ -26,6 +26,9 @@ app.add_typer(cache_app, name="cache")
 
 CacheDir = Annotated[Path | None, typer.Option(help="Folder for exports made on the way.")]
 Provider = Annotated[str, typer.Option(help="auto, cpu, cuda or tensorrt.")]
+Tf32 = Annotated[
+    bool, typer.Option("--tf32/--no-tf32", help="On CUDA, let f32 products round their factors to 10 bits.")
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 
 
@@ -93,6 +96,13 @@ def run(
     ] = None,
     revision: Revision = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Cores to compute on; default all.")] = None,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph/--no-cuda-graph", help="On CUDA, capture decode and replay it.")
+    ] = True,
+    greedy_on_device: Annotated[
+        bool, typer.Option("--greedy-on-device", help="Choose the token in the graph, which feeds itself.")
+    ] = False,
+    tf32: Tf32 = False,
     max_context: Annotated[
         int | None, typer.Option(help="Positions to use; default all of the export's.")
     ] = None,
@@ -109,7 +119,8 @@ def run(
     options = RunOptions(
         model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system,
         max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, provider=provider, dtype=dtype,
-        revision=revision, threads=threads, max_context=max_context, top_logits=top_logits, stats=stats,
+        revision=revision, threads=threads, cuda_graph=cuda_graph, tf32=tf32,
+        greedy_on_device=greedy_on_device, max_context=max_context, top_logits=top_logits, stats=stats,
         as_json=as_json, cache_dir=cache_dir,
     )  # fmt: skip
     if code := run_model(options):
@@ -131,17 +142,45 @@ def check(
         str | None, typer.Option(help="Checkpoint to compare weights and logits with.")
     ] = None,
     provider: Provider = "auto",
+    tf32: Tf32 = False,
 ) -> None:
     """Check hashes, graphs and greedy ids of an export; with --against, its weights and logits too."""
     from qwen_onnx.check import check_export
 
     failed = []
-    for finding in check_export(export, against=against, provider=provider):
+    for finding in check_export(export, against=against, provider=provider, tf32=tf32):
         print(f"{'ok' if finding.ok else 'FAILED':<7} {finding.text}", file=sys.stderr)
         if not finding.ok:
             failed.append(finding.text)
     print(f"MISMATCH: {failed[0]}" if failed else "OK: the export is what it should be")
     if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def build(
+    export: Annotated[Path, typer.Argument(help="Export folder.")],
+    max_context: Annotated[
+        int | None, typer.Option(help="Tokens of the engine's cache; `run` wants the same.")
+    ] = None,
+) -> None:
+    """Build the TensorRT engine of an export ahead, and check its greedy ids."""
+    from qwen_onnx.engines import build_engine
+
+    print(build_engine(export, max_context=max_context, report=lambda line: print(line, file=sys.stderr)))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+) -> None:
+    """Show versions, NVIDIA libraries and GPUs found here, and the providers that really start."""
+    from qwen_onnx.doctor import examine, to_json
+    from qwen_onnx.doctor_text import describe
+
+    report = examine()
+    print(to_json(report) if as_json else describe(report))
+    if not report.ready:
         raise typer.Exit(1)
 
 

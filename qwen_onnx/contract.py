@@ -17,7 +17,7 @@ from qwen_onnx.errors import UserError
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MIN_ONNXRUNTIME = "1.31"
 MANIFEST_FILE = "export.json"
 WEIGHTS_FILE = "weights.safetensors"
@@ -31,17 +31,26 @@ INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
 POSITION_IDS = "position_ids"
 WRITE_INDICES = "write_indices"
+SEQLENS_K = "seqlens_k"
+TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
+LOGIT_BIAS = "logit_bias"
 LOGITS = "logits"
+NEXT = "next_"
+"""What an output is called that becomes an input of the next step: `next_input_ids` and so on."""
 
 BATCH = "batch_size"
 SEQUENCE = "sequence_length"
 LIVE = "total_sequence_length"
 CAPACITY = "cache_capacity"
+PAST = "past_sequence_length"
+PAST_AND_NEW = "past_sequence_length + sequence_length"
 
 GROW_FROM = "cache"
 GROW_INTO = "larger"
 GROW_RESULT = "grown"
 LARGER_CAPACITY = "larger_capacity"
+SHRINK_LENGTH = "length"
+SHRINK_RESULT = "shrunk"
 
 
 def past_names(layers: int) -> list[str]:
@@ -71,10 +80,11 @@ class GraphSpec:
 
     file: str
     entry: str
-    """`prefill` (any number of tokens), `decode` (one token), `grow` (a cache buffer into a larger one)."""
+    """`prefill` (any number of tokens), `decode` (one token), `greedy` (any number, and the choice of the next),
+    `grow` (a cache buffer into a larger one), `shrink` (the first slots of a cache)."""
     lowering: str
     providers: tuple[str, ...]
-    """Short names (`cpu`, `cuda`) of the providers this file is meant for."""
+    """Short names (`cpu`, `cuda`, `tensorrt`) of the providers this file is meant for."""
     opsets: dict[str, int]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -211,7 +221,7 @@ def _fault(manifest: Manifest) -> str | None:
     for graph in manifest.graphs:
         if any(spec.name in cache and len(spec.shape) != 4 for spec in graph.inputs):
             return f"{graph.file} has a cache that is not [batch, heads, slots, size]"
-        if graph.entry != "grow" and not cache <= {spec.name for spec in graph.inputs}:
+        if graph.entry not in ("grow", "shrink") and not cache <= {spec.name for spec in graph.inputs}:
             return f"{graph.file} has no cache of {manifest.num_hidden_layers} layers"
     if (golden := manifest.golden) is not None:
         ids = (*golden.prompt_ids, *golden.token_ids)

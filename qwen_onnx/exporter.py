@@ -86,7 +86,7 @@ def export_model(
         text = _read_text_side(source.folder, checkpoint.config)
         golden = _read_golden(source.folder / _GOLDEN_FILE)
         with staged_folder(out, force=force, keep=source.folder) as folder:
-            writer = _Writer(folder, checkpoint, dtype, positions, progress)
+            writer = _Writer(folder, checkpoint, dtype, positions, progress, packed=not link)
             if link:
                 writer.link_weights()
             else:
@@ -116,6 +116,8 @@ class _Writer:
         dtype: str,
         positions: int,
         progress: Callable[[int, int], None],
+        *,
+        packed: bool,
     ) -> None:
         self.folder, self.checkpoint, self.dtype, self.positions = folder, checkpoint, dtype, positions
         self.files: dict[str, FileSpec] = {}
@@ -124,10 +126,14 @@ class _Writer:
         self._progress = progress
         verify_depth(checkpoint)
         self._models = [
-            (plan, build_planned(plan, checkpoint.config, positions)) for plan in graph_plans(dtype)
+            (plan, build_planned(plan, checkpoint.config, positions))
+            for plan in graph_plans(checkpoint.config, dtype, packed=packed)
         ]
         self._rotary = rotary_tensors(checkpoint.config, positions)
-        match_tensors(self._models[0][1], checkpoint, {tensor.name for tensor in self._rotary})
+        plain = next(
+            m for plan, m in self._models if (plan.lowering.name, plan.entry) == ("static", "prefill")
+        )
+        match_tensors(plain, checkpoint, {tensor.name for tensor in self._rotary})
 
     def write_weights(self) -> None:
         stored = DTYPES[self.dtype]

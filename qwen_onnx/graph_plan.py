@@ -10,10 +10,12 @@ from qwen_onnx.checkpoint import Checkpoint
 from qwen_onnx.config import QwenConfig
 from qwen_onnx.contract import DTYPES, GraphSpec, TensorSpec
 from qwen_onnx.errors import UserError
-from qwen_onnx.graphs.build import build_decoder, build_grow, parameters
+from qwen_onnx.graphs.build import build_decoder, build_grow, build_shrink, parameters
+from qwen_onnx.graphs.contrib import ContribLowering
 from qwen_onnx.graphs.lowering import Lowering
+from qwen_onnx.graphs.portable import PortableLowering
 from qwen_onnx.graphs.state import Precision
-from qwen_onnx.graphs.static import StaticLowering
+from qwen_onnx.graphs.static import CaptureLowering, StaticLowering
 
 _PLAUSIBLE_LAYERS = 200  # the largest Qwen has 80; so few graphs are built in a moment
 _IR_DTYPES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -29,30 +31,62 @@ class GraphPlan(NamedTuple):
     providers: tuple[str, ...]
 
 
-def graph_plans(dtype: str) -> list[GraphPlan]:
+def graph_plans(config: QwenConfig, dtype: str, *, packed: bool = True) -> list[GraphPlan]:
     """The graph files of an export.
 
     f16 and bf16 have twins for the CPU, which compute in f32 over the same weights: the CPU provider cannot
-    multiply bf16, and multiplies f16 in f32 anyway, rounding in between for nothing.
+    multiply bf16, and multiplies f16 in f32 anyway, rounding in between for nothing. f32 has graphs of its own for
+    CUDA, whose fused attention knows no f32.
+
+    Args:
+        packed: the weights file holds side by side what some graphs read as one matrix.
     """
     kind = _IR_DTYPES[dtype]
-    static = StaticLowering()
-    own, entries = Precision(kind, kind), ("prefill", "decode", "grow")
+    static, capture, portable = StaticLowering(), CaptureLowering(), PortableLowering()
+    own, on_cpu = Precision(kind, kind), Precision(kind, ir.DataType.FLOAT)
+    of_cpu = {"prefill": static, "decode": static, "greedy": capture, "grow": static}
     if dtype == "f32":
-        return [GraphPlan(f"{entry}.onnx", entry, static, own, ("cpu", "cuda")) for entry in entries]
-    on_cpu = Precision(kind, ir.DataType.FLOAT)
+        both = ("cpu", "cuda")
+        return [
+            *(GraphPlan(f"{entry}.onnx", entry, static, own, ("cpu",)) for entry in ("prefill", "decode")),
+            *(
+                GraphPlan(f"{entry}.cuda.onnx", entry, capture, own, ("cuda",))
+                for entry in ("prefill", "decode")
+            ),
+            *(GraphPlan(f"{entry}.onnx", entry, of_cpu[entry], own, both) for entry in ("greedy", "grow")),
+            *_of_tensorrt(portable, own),
+        ]
+    # GroupQueryAttention rotates heads of such sizes only; every published Qwen has 64 or 128.
+    fused = ContribLowering(packed=packed) if config.head_dim % 16 == 0 else capture
+    of_cuda = {**dict.fromkeys(of_cpu, fused), "grow": static}
     return [
-        *(GraphPlan(f"{entry}.onnx", entry, static, own, ("cuda",)) for entry in entries),
-        *(GraphPlan(f"{entry}.cpu.onnx", entry, static, on_cpu, ("cpu",)) for entry in entries),
+        *(GraphPlan(f"{entry}.onnx", entry, of_cuda[entry], own, ("cuda",)) for entry in of_cuda),
+        *(GraphPlan(f"{entry}.cpu.onnx", entry, of_cpu[entry], on_cpu, ("cpu",)) for entry in of_cpu),
+        *_of_tensorrt(portable, own),
+    ]
+
+
+def _of_tensorrt(portable: Lowering, precision: Precision) -> list[GraphPlan]:
+    return [
+        GraphPlan("prefill.tensorrt.onnx", "prefill", portable, precision, ("tensorrt",)),
+        GraphPlan("shrink.tensorrt.onnx", "shrink", portable, precision, ("tensorrt",)),
     ]
 
 
 def build_planned(plan: GraphPlan, config: QwenConfig, positions: int) -> ir.Model:
     """The graph of one plan, its weights declared and not loaded."""
     if plan.entry == "grow":
-        return build_grow(config, plan.precision.hidden, plan.lowering)
-    single = plan.entry == "decode"
-    return build_decoder(config, plan.precision, plan.lowering, positions=positions, single=single)
+        return build_grow(config, plan.precision.hidden)
+    if plan.entry == "shrink":
+        return build_shrink(config, plan.precision.hidden)
+    return build_decoder(
+        config,
+        plan.precision,
+        plan.lowering,
+        positions=positions,
+        single=plan.entry == "decode",
+        greedy=plan.entry == "greedy",
+    )
 
 
 def verify_depth(checkpoint: Checkpoint) -> None:

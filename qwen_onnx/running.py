@@ -14,13 +14,9 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.repl import Repl, enable_line_editing
 from qwen_onnx.runners.chat import Chat, Message, Token
+from qwen_onnx.runners.providers import missing_library, verify_provider
 from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import (
-    SessionOptions,
-    installed_distributions,
-    missing_library,
-    verify_provider,
-)
+from qwen_onnx.runners.session import ONE_DISTRIBUTION, SessionOptions, installed_distributions
 
 if TYPE_CHECKING:
     from qwen_onnx.hub import ModelSource
@@ -43,6 +39,9 @@ class RunOptions:
     dtype: str | None
     revision: str | None
     threads: int | None
+    cuda_graph: bool
+    tf32: bool
+    greedy_on_device: bool
     max_context: int | None
     top_logits: int
     stats: bool
@@ -139,14 +138,21 @@ def _open(options: RunOptions) -> Chat:
     held = read_manifest(folder).dtype
     if options.dtype not in (None, held):
         raise UserError(f"{folder}: holds {held}, --dtype {options.dtype} asked for")
-    session = SessionOptions(options.provider, options.threads)
+    session = SessionOptions(
+        options.provider, options.threads, options.cuda_graph, options.tf32, options.greedy_on_device
+    )
     chat = Chat(Runner(folder, session, max_context=options.max_context))
     if options.provider == "auto":
         print(f"provider: {chat.runner.provider}", file=sys.stderr)
+    if chat.runner.engine is not None:
+        print(chat.runner.engine.describe(), file=sys.stderr)
+    if chat.runner.engine is not None and chat.runner.engine.state == "built":
+        from qwen_onnx.engines import verify_engine  # here, because it imports what makes exports
+
+        print(verify_engine(chat), file=sys.stderr)
     if len(both := installed_distributions()) > 1:
         print(
-            f"warning: {' and '.join(both)} overwrite each other; keep one: "
-            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu",
+            f"warning: {' and '.join(both)} overwrite each other; {ONE_DISTRIBUTION}",
             file=sys.stderr,
         )
     return chat
@@ -212,5 +218,6 @@ def _report(chat: Chat, result: Answer) -> None:
         f"cache {chat.cache_bytes / 1e6:.1f} MB",
         "" if memory is None else f"peak memory {memory / 1e6:.0f} MB",
         f"context {chat.context_used} of {chat.runner.context_length}",
+        chat.runner.describe(),
     ]
     print(", ".join(field for field in fields if field), file=sys.stderr)

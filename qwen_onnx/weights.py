@@ -22,14 +22,12 @@ from qwen_onnx.config import QwenConfig
 from qwen_onnx.contract import FileSpec
 from qwen_onnx.errors import UserError
 from qwen_onnx.graphs.build import StoredParameter
+from qwen_onnx.graphs.packed import PACKED
 from qwen_onnx.graphs.rotary import rotary_rows
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor
 
 PAGE = 4096
 PIECE = 8 << 20  # bytes read, converted and written at a time
-
-# Tensors of one layer that later graphs read as one packed matrix; they must lie next to each other.
-_PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 Pieces = Callable[[], Iterator[bytes | memoryview]]
 
@@ -148,10 +146,10 @@ def _header(tensors: Sequence[OutputTensor]) -> bytes:
 def _place(name: str) -> tuple[str, int]:
     """The group that a tensor belongs to, and where it stands in it."""
     parts = name.split(".")
-    for packed in _PACKED:
-        for rank, module in enumerate(packed):
+    for packed, modules in PACKED.items():
+        for rank, module in enumerate(modules):
             if module in parts:
-                return ".".join(packed[0] if part == module else part for part in parts), rank
+                return ".".join(packed if part == module else part for part in parts), rank
     return name, 0
 
 

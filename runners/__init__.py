@@ -1,1 +1,5 @@
-"""Runs exported folders on ONNX Runtime. Read: session, kv_cache, runner, sampling, generate, chat."""
+"""Runs exported folders on ONNX Runtime.
+
+Read: session, providers, kv_cache, bindings, feeds, sliced_steps, fixed_steps, steps, runner; then sampling,
+generate, chat; for TensorRT growing_steps, tensorrt, engine; libraries and driver tell what is installed.
+"""

@@ -54,6 +54,12 @@ class Chat:
         self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
         self._cache = runner.new_cache()
         self._turn = 0
+        self._size, self._holes = runner.manifest.vocab_size, np.empty(0, np.int64)
+        if self.tokenizer is not None:
+            self._size, self._holes = min(self._size, self.tokenizer.size), self.tokenizer.holes
+        nameless = np.arange(runner.manifest.vocab_size) >= self._size
+        nameless[self._holes] = True
+        runner.exclude(nameless)
 
     @property
     def context_used(self) -> int:
@@ -113,20 +119,15 @@ class Chat:
         self._turn = turn = self._turn + 1
         prompt_ids = self.prompt_ids(prompt)
         cached = self._cache.shared_prefix(prompt_ids[:-1])
-        size = self.runner.manifest.vocab_size
-        holes = np.empty(0, np.int64)
-        detokenizer = None
-        if self.tokenizer is not None:
-            size, holes = min(size, self.tokenizer.size), self.tokenizer.holes
-            detokenizer = StreamDetokenizer(self.tokenizer)
+        detokenizer = None if self.tokenizer is None else StreamDetokenizer(self.tokenizer)
         steps = generate_ids(
             self.runner,
             self._cache,
             prompt_ids,
             GenerationOptions(max_new_tokens, ignore_eos, top_logits),
             eos_token_ids=self.eos_token_ids,
-            size=size,
-            holes=holes,
+            size=self._size,
+            holes=self._holes,
         )
         first = 0.0
         for made, step in enumerate(steps, start=1):

@@ -35,11 +35,24 @@ class LogitsModel(Protocol):
 
     context_length: int
 
+    @property
+    def chooses(self) -> bool:
+        """The device chooses the ids; the `greedy` methods do it."""
+
     def prefill(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """[1, S] ids to [1, vocab] logits."""
 
     def decode(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """[1, 1] ids to [1, vocab] logits."""
+
+    def prefill_greedy(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[1, S] ids to the best id [1]."""
+
+    def decode_greedy(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[1, 1] ids to the best id [1]."""
+
+    def logits(self, cache: KVCache) -> NDArray[np.float32]:
+        """[1, vocab], from which the device chose."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +91,8 @@ def generate_ids(
     The id that ends the answer is yielded too; its finish_reason says so.
 
     Args:
-        size, holes: ids at or beyond `size`, or in `holes`, name no token and are never chosen.
+        size, holes: ids at or beyond `size`, or in `holes`, name no token and are never chosen; where the device
+            chooses, its runner was told to `exclude` them.
 
     Raises:
         UserError: an empty prompt, or one that leaves no room in the context; before any compute.
@@ -95,11 +109,15 @@ def generate_ids(
     # The last id is computed even where the cache holds it: its logits are what is needed.
     cached = cache.shared_prefix(prompt_ids[:-1])
     cache.truncate(cached)
-    logits = model.prefill(cache, np.array([prompt_ids[cached:]], np.int64))
-    made = 0
+    new_ids, made = np.array([prompt_ids[cached:]], np.int64), 0
     while True:
-        candidates = without_nameless(logits[0], size, holes)
-        token_id = greedy(candidates)
+        logits = None
+        if model.chooses:
+            choose = model.decode_greedy if made else model.prefill_greedy
+            token_id = int(choose(cache, new_ids)[0])
+        else:
+            logits = (model.decode if made else model.prefill)(cache, new_ids)
+            token_id = greedy(without_nameless(logits[0], size, holes))
         made += 1
         reason = None
         if token_id in eos_token_ids and not options.ignore_eos:
@@ -108,8 +126,11 @@ def generate_ids(
             reason = FinishReason.LENGTH
         elif cache.length >= model.context_length:
             reason = FinishReason.CONTEXT
-        best = tuple(top(candidates, options.top_logits)) if options.top_logits else ()
+        best: tuple[tuple[int, float], ...] = ()
+        if options.top_logits:
+            logits = model.logits(cache) if logits is None else logits
+            best = tuple(top(without_nameless(logits[0], size, holes), options.top_logits))
         yield GeneratedId(token_id, reason, best)
         if reason is not None:
             return
-        logits = model.decode(cache, np.array([[token_id]], np.int64))
+        new_ids = np.array([[token_id]], np.int64)

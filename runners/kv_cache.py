@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,35 +11,93 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx.contract import TensorSpec
-from qwen_onnx.runners.session import import_onnxruntime
+from qwen_onnx.errors import UserError
+from qwen_onnx.runners.session import first_line, import_onnxruntime
 
 if TYPE_CHECKING:
     import onnxruntime
 
 SMALLEST_CAPACITY = 256
-_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16; numpy has no such type
+ELEMENT_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}
+"""As onnx.TensorProto numbers them; numpy has no bfloat16."""
 
 Grow = Callable[["onnxruntime.OrtValue", "onnxruntime.OrtValue"], None]
+
+
+@dataclasses.dataclass
+class Buffers:
+    """A cache's memory on the device, and what was bound to it: outlives the cache, for the next one of its batch."""
+
+    batch_size: int
+    capacity: int
+    values: list[Any]
+    """OrtValues, a key and a value for each layer."""
+    binding: Any = None
+    """Of a session to these values; its runner's, and None whenever the values are new."""
 
 
 class KVCache:
     """Keys and values of every layer, [batch, kv heads, capacity, head_dim] each.
 
-    The buffers are opaque OrtValues that never leave the device. Slots at or beyond `length` are never read.
+    The buffers are opaque OrtValues that never leave the device. Slots at or beyond `length` are never read for
+    what they hold.
     """
 
-    def __init__(self, spec: TensorSpec, count: int, device: str, *, batch_size: int, limit: int) -> None:
-        """`spec` is one cache input of the graph, `count` how many there are, `limit` the most slots ever."""
+    def __init__(
+        self,
+        spec: TensorSpec,
+        count: int,
+        device: str,
+        *,
+        batch_size: int,
+        limit: int,
+        idle: list[Buffers] | None = None,
+    ) -> None:
+        """An empty cache.
+
+        Args:
+            spec: one cache input of the graph, of `count`.
+            limit: the most slots ever.
+            idle: buffers of caches that are gone; taken from here, and given back when this one is gone too.
+
+        Raises:
+            UserError: it does not fit on the device.
+        """
         self.batch_size, self.limit = batch_size, limit
         self.length = 0
         """Slots in use, padding included."""
-        self.capacity = min(SMALLEST_CAPACITY, limit)
-        self._spec, self._count, self._device = spec, count, device
+        self._spec, self._count, self._device, self._idle = spec, count, device, idle
+        found = next((held for held in idle or () if held.batch_size == batch_size), None)
+        if found is not None and idle is not None:
+            idle.remove(found)
+        self._held = found or self._new_buffers()
+        if idle is not None:
+            weakref.finalize(self, _give_back, idle, self._held).atexit = False
         self._token_ids: NDArray[np.int64] = np.zeros((batch_size, self.capacity), np.int64)
         self._mask: NDArray[np.int64] = np.zeros((batch_size, self.capacity), np.int64)
-        self.buffers = [self._allocate(self.capacity) for _ in range(count)]
-        self.binding: Any = None
-        """Of a session to these buffers; its runner's, and None whenever the buffers are new."""
+        self._full_mask: NDArray[np.int64] | None = None
+        self._padded = False
+        self.logits: NDArray[np.float32] = np.empty((batch_size, 0), np.float32)
+        """After the last step, [batch, vocab], of steps that put them out on the host."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the buffers."""
+        return self._held.capacity
+
+    @property
+    def buffers(self) -> list[Any]:
+        """OrtValues on the device, key before value, layer by layer."""
+        return self._held.values
+
+    @property
+    def binding(self) -> Any:
+        """What a runner bound to the buffers; None whenever they are new."""
+        return self._held.binding
+
+    @binding.setter
+    def binding(self, binding: Any) -> None:
+        self._held.binding = binding
 
     @property
     def nbytes(self) -> int:
@@ -47,9 +107,29 @@ class KVCache:
         return self._count * self.batch_size * int(heads) * self.capacity * int(size) * item
 
     @property
+    def element_type(self) -> int:
+        """Of the buffers, an onnx.TensorProto number."""
+        return ELEMENT_TYPES[self._spec.dtype]
+
+    @property
     def mask(self) -> NDArray[np.int64]:
         """[batch, length]: 1 for a token, 0 for padding."""
         return self._mask[:, : self.length]
+
+    @property
+    def full_mask(self) -> NDArray[np.int64]:
+        """[batch, capacity]: 0 for padding, 1 elsewhere. The same array until padding or capacity change."""
+        if self._full_mask is None:
+            self._full_mask = np.ones_like(self._mask)
+            self._full_mask[:, : self.length] = self.mask
+        return self._full_mask
+
+    def counts(self, end: int) -> NDArray[np.int64]:
+        """[batch]: of the slots before `end`, how many hold tokens and not padding."""
+        if not self._padded:
+            return np.full(self.batch_size, end, np.int64)
+        counts: NDArray[np.int64] = self._mask[:, :end].sum(axis=1)
+        return counts
 
     def shared_prefix(self, token_ids: Sequence[int]) -> int:
         """How many of these ids, from the first on, row 0 holds already."""
@@ -60,43 +140,89 @@ class KVCache:
     def append(self, token_ids: NDArray[np.int64], mask: NDArray[np.int64], grow: Grow) -> None:
         """Take the next slots for these tokens, both [batch, S], growing the buffers where needed."""
         end = self.length + mask.shape[1]
+        if not self.buffers:  # there was no memory for them
+            self._restart()
         if end > self.capacity:
             self._grow(end, grow)
         self._token_ids[:, self.length : end] = token_ids
         self._mask[:, self.length : end] = mask
         self.length = end
+        if not mask.all():
+            self._padded, self._full_mask = True, None
 
     def truncate(self, length: int) -> None:
         """Forget the slots from `length` on."""
-        self.length = min(self.length, length)
+        if length >= self.length:
+            return
+        self.length = length
+        if self._padded:
+            self._padded, self._full_mask = not self.mask.all(), None
+
+    def renew(self) -> None:
+        """Forget everything, and have zeros in all slots again: after a step that wrote what is no number."""
+        self.truncate(0)
+        self._restart()
 
     def _grow(self, wanted: int, grow: Grow) -> None:
+        capacity = self._bucket(wanted)
+        held = self._held
+        held.binding = None
+        try:
+            # One at a time: only one old buffer is held beside the new.
+            for index, small in enumerate(held.values):
+                large = self._allocate(capacity)
+                grow(small, large)
+                held.values[index] = large
+        except BaseException:  # buffers of two sizes serve no graph: begin again, as small as at first
+            self._restart()
+            raise
+        self._widen(capacity)
+
+    def _bucket(self, wanted: int) -> int:
         capacity = self.capacity
         while capacity < wanted:
             capacity *= 2
-        capacity = min(capacity, self.limit)
-        self.binding = None
-        try:
-            # One at a time: only one old buffer is held beside the new.
-            for index, small in enumerate(self.buffers):
-                large = self._allocate(capacity)
-                grow(small, large)
-                self.buffers[index] = large
-        except BaseException:  # buffers of two sizes serve no graph: begin again, as small as at first
-            self.length, self.buffers, self.capacity = 0, [], min(SMALLEST_CAPACITY, self.limit)
-            self.buffers = [self._allocate(self.capacity) for _ in range(self._count)]
-            self._token_ids = self._token_ids[:, : self.capacity].copy()
-            self._mask = self._mask[:, : self.capacity].copy()
-            raise
-        wider = ((0, 0), (0, capacity - self.capacity))
+        return min(capacity, self.limit)
+
+    def _widen(self, capacity: int) -> None:
+        wider = ((0, 0), (0, max(0, capacity - self.capacity)))
         self._token_ids, self._mask = np.pad(self._token_ids, wider), np.pad(self._mask, wider)
-        self.capacity = capacity
+        self._held.capacity, self._full_mask = self._mask.shape[1], None
+
+    def _restart(self) -> None:
+        self.length, self._padded, self._full_mask = 0, False, None
+        self._held.values, self._held.binding = [], None  # before the new ones are made
+        fresh = self._new_buffers()
+        self._held.capacity, self._held.values = fresh.capacity, fresh.values
+        self._token_ids = np.zeros((self.batch_size, self.capacity), np.int64)
+        self._mask = np.zeros((self.batch_size, self.capacity), np.int64)
+
+    def _new_buffers(self) -> Buffers:
+        capacity = min(SMALLEST_CAPACITY, self.limit)
+        return Buffers(self.batch_size, capacity, [self._allocate(capacity) for _ in range(self._count)])
 
     def _allocate(self, capacity: int) -> Any:
+        """A buffer of zeros: graphs that attend over the whole of it need a number in every slot."""
         _, heads, _, size = self._spec.shape
         shape = (self.batch_size, int(heads), capacity, int(size))
         ort_value = import_onnxruntime().OrtValue
-        if self._spec.dtype == "bfloat16":
-            return ort_value.ortvalue_from_shape_and_type(shape, _BFLOAT16, self._device)
-        # Zeros, so that a slot that was never written holds a number.
-        return ort_value.ortvalue_from_numpy(np.zeros(shape, self._spec.dtype), self._device)
+        try:
+            if self._spec.dtype != "bfloat16":
+                return ort_value.ortvalue_from_numpy(np.zeros(shape, self._spec.dtype), self._device)
+            buffer = ort_value.ortvalue_from_shape_and_type(shape, self.element_type, self._device)
+            zeros = np.zeros(shape, np.uint16)
+            buffer.update_inplace(ort_value.ortvalue_from_numpy_with_onnx_type(zeros, self.element_type))
+            return buffer
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
+            if self._idle:  # memory that nobody uses
+                self._idle.clear()
+                return self._allocate(capacity)
+            raise UserError(
+                f"a KV cache of {capacity} tokens x {self.batch_size} does not fit ({first_line(error)}); "
+                "use a smaller --max-context"
+            ) from None
+
+
+def _give_back(idle: list[Buffers], held: Buffers) -> None:
+    if held.values:
+        idle.append(held)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_onnx import contract
-from qwen_onnx.contract import Manifest, read_manifest
+from qwen_onnx.contract import GraphSpec, Manifest, read_manifest
 from qwen_onnx.errors import NonFiniteLogitsError, UserError
+from qwen_onnx.runners.engine import DEFAULT_CAPACITY, Engine
+from qwen_onnx.runners.fixed_steps import FixedSteps
 from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.session import (
-    SessionOptions,
-    choose_provider,
-    first_line,
-    import_onnxruntime,
-    open_session,
-    verify_sizes,
-)
+from qwen_onnx.runners.providers import choose_provider
+from qwen_onnx.runners.session import SessionOptions, import_onnxruntime
+from qwen_onnx.runners.steps import open_graph
+
+T = TypeVar("T")
 
 PREFILL_CHUNK = 512
 """Most tokens of a prompt computed at a time."""
@@ -49,35 +47,70 @@ class Runner:
         Raises:
             UserError: not an export, damaged, or the provider does not start.
         """
-        options = options or SessionOptions()
+        self.options = options = options or SessionOptions()
         self.folder, self.manifest = folder, read_manifest(folder)
-        self._ort_value = import_onnxruntime(at_least=self.manifest.min_onnxruntime).OrtValue
+        import_onnxruntime(at_least=self.manifest.min_onnxruntime)
         self.provider = choose_provider(options.provider, self.manifest, folder)
-        self.context_length = _context(self.manifest, max_context)
-        graph = self.manifest.graph("prefill", self.provider)
-        grow = self.manifest.graph("grow", self.provider)
-        verify_sizes(folder, self.manifest, graph)
-        # Weights of another type are cast to f32 copies at load anyway: there is nothing to map.
-        mapped = self.provider == "cpu" and self.manifest.dtype == "f32"
-        self._session = open_session(folder / graph.file, self.provider, options, map_weights=mapped)
-        one_thread = dataclasses.replace(options, threads=1)
-        self._grow_session = open_session(folder / grow.file, self.provider, one_thread)
-        self._device = "cpu" if self.provider == "cpu" else "cuda"
-        self._prefill_chunk = prefill_chunk
-        layers = self.manifest.num_hidden_layers
-        self._past, self._present = contract.past_names(layers), contract.present_names(layers)
-        self._cache_spec = next(spec for spec in graph.inputs if spec.name == self._past[0])
+        self.context_length = _context(self.manifest, max_context, self.provider)
+        self._prefill_chunk = min(prefill_chunk, self.context_length)
+        self._opened = open_graph(
+            folder,
+            self.manifest,
+            self.provider,
+            options,
+            context_length=self.context_length,
+            prefill_chunk=self._prefill_chunk,
+        )
+        self._steps = self._opened.steps
 
     @property
     def compute_dtype(self) -> str:
         """What hidden states and cache are held in: float32, float16 or bfloat16."""
-        return self._cache_spec.dtype
+        return self._opened.cache_spec.dtype
+
+    @property
+    def graph(self) -> GraphSpec:
+        """The graph that runs."""
+        return self._opened.graph
+
+    @property
+    def engine(self) -> Engine | None:
+        """What TensorRT runs of it; None on other providers."""
+        return self._opened.engine
+
+    @property
+    def captures(self) -> bool:
+        """Decode steps are captured as CUDA graphs."""
+        return isinstance(self._steps, FixedSteps) and self._steps.capture
+
+    @property
+    def chooses(self) -> bool:
+        """The graph chooses the token: `prefill_greedy` and `decode_greedy` work."""
+        return self._steps.chooses
+
+    def describe(self) -> str:
+        """How it computes, in a few words: provider, type, and what was chosen of CUDA."""
+        words = [self.provider, self.compute_dtype]
+        if self.provider != "cpu":
+            words.append("TF32 on" if self.options.tf32 else "TF32 off")
+        if self.provider == "cuda":
+            words.append("CUDA graph" if self.captures else "no CUDA graph")
+        if self.chooses:
+            words.append("greedy on the device")
+        return ", ".join(words)
 
     def new_cache(self, *, batch_size: int = 1) -> KVCache:
-        """An empty cache for `batch_size` sequences; it grows up to the context length."""
-        return KVCache(
-            self._cache_spec, len(self._past), self._device, batch_size=batch_size, limit=self.context_length
-        )
+        """An empty cache for `batch_size` sequences; it grows up to the context length.
+
+        Raises:
+            UserError: it does not fit on the device.
+        """
+        return self._opened.new_cache(batch_size=batch_size, limit=self.context_length)
+
+    def exclude(self, token_ids: NDArray[np.bool_]) -> None:
+        """Ids, True here [vocab], that `prefill_greedy` and `decode_greedy` never choose."""
+        if isinstance(self._steps, FixedSteps):
+            self._steps.exclude(token_ids)
 
     def prefill(
         self,
@@ -95,23 +128,75 @@ class Runner:
             UserError: an id outside the embedding, or more tokens than the context holds; before any compute.
             NonFiniteLogitsError: the model computed NaN or infinity.
         """
+        return self._append(cache, input_ids, attention_mask, self._finite_logits)
+
+    def decode(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Append one token a row, int64 [batch, 1]; the logits after it. Raises as `prefill` does."""
+        return self._append(cache, input_ids, None, self._finite_logits)
+
+    def prefill_greedy(
+        self,
+        cache: KVCache,
+        input_ids: NDArray[np.int64],
+        attention_mask: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.int64]:
+        """As `prefill`, but the device chooses: the best ids, int64 [batch]. For `greedy_on_device` only."""
+        return self._append(cache, input_ids, attention_mask, self._chosen)
+
+    def decode_greedy(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As `decode`, but the device chooses. Where the ids are those it chose last, nothing is copied to it."""
+        return self._append(cache, input_ids, None, self._chosen)
+
+    def logits(self, cache: KVCache) -> NDArray[np.float32]:
+        """What the last ids were chosen from on the device, f32 [batch, vocab]."""
+        return self._steps.logits(cache)
+
+    def _finite_logits(self, cache: KVCache) -> NDArray[np.float32]:
+        logits = self._steps.logits(cache)
+        # The product is finite if all are, unless the logits are absurd, and takes a third of the time.
+        if not np.isfinite(np.vdot(logits, logits)) and not np.isfinite(logits).all():
+            cache.renew()
+            raise NonFiniteLogitsError(_NOT_FINITE)
+        return logits
+
+    def _chosen(self, cache: KVCache) -> NDArray[np.int64]:
+        if not isinstance(self._steps, FixedSteps):
+            raise TypeError("only a FixedSteps chooses")
+        token_ids = self._steps.chosen(cache)
+        if (token_ids < 0).any():
+            cache.renew()
+            raise NonFiniteLogitsError(_NOT_FINITE)
+        return token_ids
+
+    def _append(
+        self,
+        cache: KVCache,
+        input_ids: NDArray[np.int64],
+        attention_mask: NDArray[np.int64] | None,
+        read: Callable[[KVCache], T],
+    ) -> T:
+        """Tokens into the cache, a chunk at a time; what is to be read after the last one."""
+        if read == self._chosen and not self.chooses:
+            raise ValueError("not opened with greedy_on_device")
         input_ids = np.ascontiguousarray(input_ids, np.int64)
         if input_ids.ndim != 2 or input_ids.shape[0] != cache.batch_size or not input_ids.shape[1]:
             raise ValueError(f"input_ids [{cache.batch_size}, S > 0] wanted, found {list(input_ids.shape)}")
         mask = np.ones_like(input_ids) if attention_mask is None else np.asarray(attention_mask, np.int64)
         self._verify(cache, input_ids)
-        start = 0
-        while start < input_ids.shape[1]:
-            chunk = slice(start, start + self._chunk(cache))
-            logits = self._step(cache, input_ids[:, chunk], mask[:, chunk])
-            start = chunk.stop
-        return _finite(logits)
-
-    def decode(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Append one token a row, int64 [batch, 1]; the logits after it. Raises as `prefill` does."""
-        input_ids = np.ascontiguousarray(input_ids, np.int64)
-        self._verify(cache, input_ids)
-        return _finite(self._step(cache, input_ids, np.ones_like(input_ids)))
+        done = 0
+        while done < input_ids.shape[1]:
+            chunk = slice(done, done + self._chunk(cache))
+            start = cache.length
+            try:
+                cache.append(input_ids[:, chunk], mask[:, chunk], self._opened.grow)
+                self._steps.advance(cache, input_ids[:, chunk], start)
+                done = chunk.stop
+                if done >= input_ids.shape[1]:
+                    return read(cache)
+            except BaseException:  # a Ctrl-C too, wherever it strikes: no slot is held that was not computed
+                cache.truncate(start)
+                raise
+        raise AssertionError("a prompt has tokens")
 
     def _chunk(self, cache: KVCache) -> int:
         live = cache.batch_size * (cache.length + self._prefill_chunk)
@@ -126,71 +211,16 @@ class Runner:
                 f"{cache.length + input_ids.shape[1]} tokens found, the context holds {self.context_length}"
             )
 
-    def _step(
-        self, cache: KVCache, input_ids: NDArray[np.int64], mask: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
-        start = cache.length
-        try:
-            cache.append(input_ids, mask, self._grow)
-            return self._compute(cache, input_ids, start)
-        except BaseException:  # a Ctrl-C too, wherever it strikes: no slot is held that was not computed
-            cache.truncate(start)
-            raise
 
-    def _compute(self, cache: KVCache, input_ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
-        batch, mask = cache.batch_size, cache.mask
-        # A row's positions count its own tokens; padding gets some valid row of the tables.
-        seen = mask[:, :start].sum(axis=1, keepdims=True)
-        positions = np.maximum(seen + np.cumsum(mask[:, start:], axis=1) - 1, 0)
-        feeds = {
-            contract.INPUT_IDS: np.ascontiguousarray(input_ids),
-            contract.ATTENTION_MASK: np.ascontiguousarray(mask),
-            contract.POSITION_IDS: positions,
-            contract.WRITE_INDICES: np.full(batch, start, np.int64),
-        }
-        logits = np.empty((batch, 1, self.manifest.vocab_size), np.float32)
-        binding = self._bound(cache)
-        for name, array in feeds.items():
-            binding.bind_ortvalue_input(name, self._ort_value.ortvalue_from_numpy(array))
-        binding.bind_ortvalue_output(contract.LOGITS, self._ort_value.ortvalue_from_numpy(logits))
-        _run(self._session, binding)
-        return logits[:, 0]
-
-    def _bound(self, cache: KVCache) -> Any:
-        """The cache's buffers bound as past and present, once until they are replaced by larger ones."""
-        if cache.binding is None:
-            cache.binding = self._session.io_binding()
-            for past, present, buffer in zip(self._past, self._present, cache.buffers, strict=True):
-                cache.binding.bind_ortvalue_input(past, buffer)
-                cache.binding.bind_ortvalue_output(present, buffer)  # the same buffer: written in place
-        return cache.binding
-
-    def _grow(self, small: Any, large: Any) -> None:
-        binding = self._grow_session.io_binding()
-        binding.bind_ortvalue_input(contract.GROW_FROM, small)
-        binding.bind_ortvalue_input(contract.GROW_INTO, large)
-        binding.bind_ortvalue_output(contract.GROW_RESULT, large)
-        _run(self._grow_session, binding)
-
-
-def _context(manifest: Manifest, max_context: int | None) -> int:
+def _context(manifest: Manifest, max_context: int | None, provider: str) -> int:
     if max_context is None:
-        return manifest.context_length
+        held = manifest.context_length
+        return min(held, DEFAULT_CAPACITY) if provider == "tensorrt" else held
     if not 0 < max_context <= manifest.context_length:
         raise UserError(f"--max-context {max_context}: this export holds {manifest.context_length} positions")
     return max_context
 
 
-def _run(session: Any, binding: Any) -> None:
-    try:
-        session.run_with_iobinding(binding)
-    except Exception as error:  # ONNX Runtime's exceptions share no base class
-        raise UserError(f"ONNX Runtime failed: {first_line(error)}") from None
-
-
-def _finite(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    if not np.isfinite(logits).all():
-        raise NonFiniteLogitsError(
-            "the logits are not finite: the numbers overflowed on the way; try another dtype, or `qwen-onnx check`"
-        )
-    return logits
+_NOT_FINITE = (
+    "the logits are not finite: the numbers overflowed on the way; try another dtype, or `qwen-onnx check`"
+)

@@ -1,17 +1,15 @@
-"""ONNX Runtime: which provider really starts, and the options every session is made with."""
+"""ONNX Runtime itself, and the options that every session is made with."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import importlib.metadata
-import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from qwen_onnx.contract import MIN_ONNXRUNTIME, GraphSpec, Manifest
@@ -25,9 +23,10 @@ PROVIDERS = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
-_PROVIDER_LIBRARIES = {"cuda": "onnxruntime_providers_cuda", "tensorrt": "onnxruntime_providers_tensorrt"}
-_SILENT = 4  # ONNX Runtime's log level that prints nothing below "fatal"
 _ERRORS = 3
+# Flash, memory-efficient and unfused attention, and not cuDNN's, which Hopper would get: it plans anew for each
+# length of prompt, and rotates and appends in kernels of their own.
+_SDPA_KERNELS = str(1 + 2 + 16)
 _MOST_THREADS = 1024  # far above any machine's cores; making more of them takes minutes
 
 
@@ -38,7 +37,13 @@ class SessionOptions:
     provider: str = "auto"
     """auto, cpu, cuda or tensorrt."""
     threads: int | None = None
-    """None: as many as there are cores for this process."""
+    """None: on the CPU as many as there are cores for this process, else 1."""
+    cuda_graph: bool = True
+    """Capture decode steps as CUDA graphs and replay them; on the CUDA provider."""
+    tf32: bool = False
+    """Let f32 products on CUDA round their factors to 10 bits (TensorFloat-32)."""
+    greedy_on_device: bool = False
+    """Choose greedy tokens in the graph, which feeds its own next step."""
 
 
 def import_onnxruntime(*, at_least: str = MIN_ONNXRUNTIME) -> Any:
@@ -61,6 +66,10 @@ def import_onnxruntime(*, at_least: str = MIN_ONNXRUNTIME) -> Any:
     return onnxruntime
 
 
+ONE_DISTRIBUTION = "keep one: pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"
+"""What mends two distributions of ONNX Runtime at once."""
+
+
 def installed_distributions() -> list[str]:
     """Of onnxruntime and onnxruntime-gpu, those that pip installed. Both at once overwrite each other's files."""
     found = []
@@ -72,63 +81,22 @@ def installed_distributions() -> list[str]:
     return found
 
 
-def choose_provider(wanted: str, manifest: Manifest, folder: Path) -> str:
-    """The provider that serves this export here; `auto` prefers CUDA when it really starts.
-
-    Raises:
-        UserError: the wanted one is unknown, has no graph in this export, or does not start (naming why).
-    """
-    verify_provider(wanted)
-    if wanted == "cpu" or (wanted == "auto" and missing_library("cuda") is not None):
-        return "cpu"
-    name = "cuda" if wanted == "auto" else wanted
-    # One node, and it is there anyway: the honest test is a session, not the list of providers.
-    fault = _start_fault(folder / manifest.graph("grow", name).file, name)
-    if fault is None:
-        return name
-    if wanted == "auto":
-        return "cpu"
-    raise _cannot_start(name, fault)
-
-
-def verify_provider(wanted: str) -> None:
-    """Say early, before an export is made or opened, what `choose_provider` would say of any.
-
-    Raises:
-        UserError: unknown, or asked for by name and its libraries do not load.
-    """
-    if wanted not in ("auto", *PROVIDERS):
-        raise UserError(f"provider {wanted!r} is not known; choose auto, cpu, cuda or tensorrt")
-    if wanted not in ("auto", "cpu") and (fault := missing_library(wanted)) is not None:
-        raise _cannot_start(wanted, fault)
-    if wanted == "tensorrt":
-        raise UserError("provider tensorrt: no export has a graph for it yet; use --provider cuda or cpu")
-
-
-def missing_library(provider: str) -> str | None:
-    """Why the provider's libraries do not load, in the system's own words; None when they do."""
-    ort = import_onnxruntime()
-    if PROVIDERS[provider] not in ort.get_available_providers():
-        return f"this {' and '.join(installed_distributions()) or 'onnxruntime'} is built without it"
-    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    if fault := _load_fault(driver):
-        return f"{fault} (the NVIDIA driver)"
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it misses; we say it in our own line
-        ort.preload_dlls()
-    prefix, suffix = ("", ".dll") if sys.platform == "win32" else ("lib", ".so")
-    folder = Path(ort.__file__).parent / "capi"
-    _load_fault(str(folder / f"{prefix}onnxruntime_providers_shared{suffix}"))
-    return _load_fault(str(folder / f"{prefix}{_PROVIDER_LIBRARIES[provider]}{suffix}"))
-
-
 def open_session(
-    path: Path, provider: str, options: SessionOptions, *, map_weights: bool = False
+    path: Path,
+    provider: str,
+    options: SessionOptions,
+    *,
+    map_weights: bool = False,
+    capture: bool = False,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> onnxruntime.InferenceSession:
     """A session on exactly this provider (and the CPU provider behind it).
 
     Args:
         map_weights: compute on the weights file's own pages instead of a repacked private copy: the session
             starts in a tenth of the time, processes share one copy, and prefill is a tenth slower.
+        capture: runs become CUDA graphs, but for those that say otherwise.
+        more: options of the provider.
 
     Raises:
         UserError: the file does not load, or the provider silently gave way to another.
@@ -136,15 +104,27 @@ def open_session(
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
     settings.log_severity_level = _ERRORS
-    threads = available_cores() if options.threads is None else options.threads
+    threads = options.threads
+    if threads is None:  # on a GPU what is left to the CPU is the arithmetic of shapes
+        threads = available_cores() if provider == "cpu" else 1
     if not 0 < threads <= _MOST_THREADS:
         raise UserError(f"{threads} threads asked for; 1 to {_MOST_THREADS} are possible")
     settings.intra_op_num_threads = threads
     if map_weights:
         settings.add_session_config_entry("session.disable_prepacking", "1")
-    providers: Sequence[Any] = [(PROVIDERS[provider], provider_options(provider))]
+    chosen = {**provider_options(provider, tf32=options.tf32, capture=capture), **more}
+    providers: list[Any] = [(PROVIDERS[provider], chosen)]
+    unwanted = None
+    if provider == "tensorrt":
+        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        providers.append((PROVIDERS["cuda"], provider_options("cuda", tf32=options.tf32)))
+        # It would write transposed copies of the weights into what TensorRT's parser is given.
+        unwanted = {"ConstantFolding"}
     try:
-        session = ort.InferenceSession(str(path), settings, providers=providers)
+        # No fallback: it prints on stdout, and starts on the CPU what was asked for elsewhere.
+        session = ort.InferenceSession(
+            str(path), settings, providers=providers, enable_fallback=0, disabled_optimizers=unwanted
+        )
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         raise UserError(f"{path}: ONNX Runtime cannot load it: {first_line(error)}") from None
     if session.get_providers()[0] != PROVIDERS[provider]:
@@ -154,11 +134,16 @@ def open_session(
     return session
 
 
-def provider_options(provider: str) -> dict[str, str]:
-    """ONNX Runtime's provider options. TF32 is off: f32 asked for is f32 computed."""
-    if provider == "cuda":
-        return {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
-    return {}
+def provider_options(provider: str, *, tf32: bool = False, capture: bool = False) -> dict[str, str]:
+    """ONNX Runtime's provider options. TF32 is off unless asked for: f32 asked for is f32 computed."""
+    if provider != "cuda":
+        return {}
+    return {
+        "use_tf32": str(int(tf32)),
+        "enable_cuda_graph": str(int(capture)),
+        "arena_extend_strategy": "kSameAsRequested",
+        "sdpa_kernel": _SDPA_KERNELS,
+    }
 
 
 def available_cores() -> int:
@@ -189,35 +174,10 @@ def verify_sizes(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's message without its stack and line breaks."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _cannot_start(provider: str, fault: str) -> UserError:
-    return UserError(
-        f"provider {provider} cannot start: {fault}; use --provider cpu, or install what is missing"
-    )
-
-
-def _start_fault(path: Path, provider: str) -> str | None:
-    ort = import_onnxruntime()
-    settings = ort.SessionOptions()
-    settings.log_severity_level = _SILENT
-    try:
-        session = ort.InferenceSession(
-            str(path), settings, providers=[(PROVIDERS[provider], provider_options(provider))]
-        )
-    except Exception as error:
-        return first_line(error)
-    return None if session.get_providers()[0] == PROVIDERS[provider] else "ONNX Runtime fell back to the CPU"
-
-
-def _load_fault(library: str) -> str | None:
-    try:
-        ctypes.CDLL(library)
-    except OSError as error:
-        return first_line(error)
-    return None
+    """An exception's message without its stack and line breaks; of a CUDA call's, what CUDA says."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    found = re.search(r"CU\w+ failure \d+: [^;]+", text)
+    return found[0].strip() if found else text
 
 
 def _mend() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from checkpoints import CONFIGS, RawConfig, write_checkpoint
+from tolerances import OF_TYPE
 
 from qwen_onnx import contract
 from qwen_onnx.checkpoint import open_checkpoint
@@ -36,13 +37,13 @@ class Exported:
         self.config: QwenConfig = open_checkpoint(checkpoint).config
         self.manifest = contract.read_manifest(folder)
         self._wanted: dict[bytes, np.ndarray] = {}
+        self._sessions: dict[Path, onnxruntime.InferenceSession] = {}
 
     @functools.cached_property
     def tensors(self) -> dict[str, np.ndarray]:
         """The weights as exported: what was lost by rounding them is not the graph's fault."""
-        return {
-            name: tensor.numpy() for name, tensor in read_header(self.folder / "weights.safetensors").items()
-        }
+        files = sorted(self.folder.glob("*.safetensors"))
+        return {name: tensor.numpy() for file in files for name, tensor in read_header(file).items()}
 
     def wanted(self, ids: np.ndarray) -> np.ndarray:
         """The reference's logits, float64 [S, V]. A prefix has the logits of the whole."""
@@ -51,19 +52,26 @@ class Exported:
             self._wanted[key] = reference_logits(self.config, self.tensors.__getitem__, ids)
         return self._wanted[key]
 
-    def graph(self, entry: str) -> contract.GraphSpec:
-        """The graph of `prefill`, `decode` or `grow` that is run on the CPU provider here.
+    def graph(self, entry: str, lowering: str = "static") -> contract.GraphSpec:
+        """The first graph that the manifest has of `entry` in this lowering, whatever provider it is meant for."""
+        for spec in self.manifest.graphs:
+            if (spec.entry, spec.lowering) == (entry, lowering):
+                return spec
+        raise LookupError(f"{self.folder} has no {lowering} graph for {entry}")
 
-        For f16 its own and not the runner's twin of it: the provider runs it too, and no GPU is here that would.
-        """
-        return self.manifest.graph(entry, "cuda" if self.dtype == "f16" else "cpu")
+    def path(self, entry: str, lowering: str = "static") -> Path:
+        return self.folder / self.graph(entry, lowering).file
 
-    def path(self, entry: str) -> Path:
-        return self.folder / self.graph(entry).file
+    def cache_spec(self, entry: str, lowering: str = "static") -> contract.TensorSpec:
+        """One of the graph's cache inputs: all are alike, of the type that it computes in."""
+        return next(spec for spec in self.graph(entry, lowering).inputs if len(spec.shape) == 4)
 
-    @functools.cached_property
-    def sessions(self) -> dict[str, onnxruntime.InferenceSession]:
-        return {entry: open_on_cpu(self.path(entry)) for entry in ("prefill", "decode")}
+    def session(self, entry: str, lowering: str = "static") -> onnxruntime.InferenceSession:
+        """The graph on the CPU provider."""
+        path = self.path(entry, lowering)
+        if path not in self._sessions:
+            self._sessions[path] = open_on_cpu(path)
+        return self._sessions[path]
 
 
 def export_random(folder: Path, raw: RawConfig | str, dtype: str = "f32", **overrides: Any) -> Exported:
@@ -73,8 +81,8 @@ def export_random(folder: Path, raw: RawConfig | str, dtype: str = "f32", **over
     return export_checkpoint(folder / "checkpoint", folder / "export", dtype)
 
 
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str) -> Exported:
-    export_model(str(checkpoint), out, dtype=dtype)
+def export_checkpoint(checkpoint: Path, out: Path, dtype: str, *, link: bool = False) -> Exported:
+    export_model(str(checkpoint), out, dtype=dtype, link=link)
     return Exported(checkpoint, out, dtype)
 
 
@@ -96,23 +104,43 @@ def decode_all(runner: Runner, cache: KVCache, ids: np.ndarray) -> list[np.ndarr
     return [runner.decode(cache, ids[:, slot : slot + 1]) for slot in range(ids.shape[1])]
 
 
-class DirectCache:
-    """Cache buffers as arrays, given to the graphs by hand.
+def run_bound(
+    session: onnxruntime.InferenceSession, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
+) -> None:
+    """Run over the arrays' own memory; an array that is input and output is written in place."""
+    from_numpy = onnxruntime.OrtValue.ortvalue_from_numpy
+    binding = session.io_binding()
+    for name, array in inputs.items():
+        binding.bind_ortvalue_input(name, from_numpy(array))
+    for name, array in outputs.items():
+        assert array.flags.c_contiguous, "ONNX Runtime would write to a copy"
+        binding.bind_ortvalue_output(name, from_numpy(array))
+    session.run_with_iobinding(binding)
 
-    Before each step the slots at or beyond the live length are NaN, and so are those that the step writes: neither
-    may be read. Slots that only the mask hides (a ragged row ends before the longest) hold a large number.
+
+class DirectCache:
+    """Cache buffers as arrays, given by hand to the graphs of `static` or `static-capture`.
+
+    In `static`, before each step, the slots at or beyond the live length are NaN, and so are those that the step
+    writes: neither may be read. Slots that only the mask hides (a ragged row ends before the longest) hold a large
+    number. `static-capture` reads every slot, and multiplies what may not be looked at by zero: there, all of these
+    hold a large number.
     """
 
     def __init__(
-        self, exported: Exported, batch_size: int, *, capacity: int = 160, bound: bool = True
+        self,
+        exported: Exported,
+        batch_size: int,
+        *,
+        capacity: int = 160,
+        bound: bool = True,
+        lowering: str = "static",
     ) -> None:
         """`bound`: past and present are the same buffer, as a runner has them; else new arrays each step."""
-        self.exported, self.bound = exported, bound
-        layers, spec = (
-            exported.manifest.num_hidden_layers,
-            exported.graph("prefill").inputs[4],
-        )
+        self.exported, self.bound, self.lowering, self.capacity = exported, bound, lowering, capacity
+        layers, spec = exported.manifest.num_hidden_layers, exported.cache_spec("prefill", lowering)
         self.past, self.present = contract.past_names(layers), contract.present_names(layers)
+        self.tolerance = OF_TYPE[spec.dtype]
         shape = (batch_size, int(spec.shape[1]), capacity, int(spec.shape[3]))
         self.buffers = [np.zeros(shape, spec.dtype) for _ in self.past]
 
@@ -132,42 +160,100 @@ class DirectCache:
         if position_ids is None:
             counted = np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0)
             position_ids = np.take_along_axis(counted, np.minimum(slots, live - 1), axis=1)
+        sliced = self.lowering == "static"
         for buffer in self.buffers:
             np.nan_to_num(buffer, copy=False, nan=50.0)  # left from before, when fewer slots were live
-            buffer[:, :, live:] = np.nan
+            buffer[:, :, live:] = np.nan if sliced else 1e3
             for row, own in enumerate(slots):
-                buffer[row][:, own] = np.nan
+                buffer[row][:, own] = np.nan if sliced else -1e3
+        if not sliced:
+            beyond = ((0, 0), (0, self.capacity - live))
+            attention_mask = np.pad(attention_mask, beyond, constant_values=1)
         feeds = {
             contract.INPUT_IDS: np.ascontiguousarray(input_ids, np.int64),
             contract.ATTENTION_MASK: np.ascontiguousarray(attention_mask, np.int64),
             contract.POSITION_IDS: np.ascontiguousarray(position_ids, np.int64),
             contract.WRITE_INDICES: write_indices,
         }
-        session = self.exported.sessions[entry or ("decode" if queries == 1 else "prefill")]
-        logits = self._run_bound(session, feeds) if self.bound else self._run(session, feeds)
+        session = self.exported.session(entry or ("decode" if queries == 1 else "prefill"), self.lowering)
+        feeds |= dict(zip(self.past, self.buffers, strict=True))
+        if self.bound:
+            logits = np.empty((len(input_ids), 1, self.exported.config.vocab_size), np.float32)
+            run_bound(
+                session,
+                feeds,
+                {contract.LOGITS: logits, **dict(zip(self.present, self.buffers, strict=True))},
+            )
+        else:
+            logits, *self.buffers = session.run([contract.LOGITS, *self.present], feeds)
         for buffer in self.buffers:
             assert np.isfinite(buffer[:, :, :live]).all(), "a live slot of the cache is not finite"
         assert logits.dtype == np.float32
         assert logits.shape == (len(input_ids), 1, self.exported.config.vocab_size)
         return logits[:, 0]
 
-    def _run(self, session: onnxruntime.InferenceSession, feeds: dict[str, np.ndarray]) -> np.ndarray:
-        feeds = feeds | dict(zip(self.past, self.buffers, strict=True))
-        logits, *self.buffers = session.run([contract.LOGITS, *self.present], feeds)
-        return logits
 
-    def _run_bound(self, session: onnxruntime.InferenceSession, feeds: dict[str, np.ndarray]) -> np.ndarray:
-        from_numpy = onnxruntime.OrtValue.ortvalue_from_numpy
-        logits = np.empty((len(self.buffers[0]), 1, self.exported.config.vocab_size), np.float32)
-        binding = session.io_binding()
-        for name, array in feeds.items():
-            binding.bind_ortvalue_input(name, from_numpy(array))
-        for past, present, buffer in zip(self.past, self.present, self.buffers, strict=True):
-            binding.bind_ortvalue_input(past, from_numpy(buffer))
-            binding.bind_ortvalue_output(present, from_numpy(buffer))
-        binding.bind_ortvalue_output(contract.LOGITS, from_numpy(logits))
-        session.run_with_iobinding(binding)
-        return logits
+class ContribCache:
+    """Cache buffers as arrays, given by hand to the `contrib` graphs of an f16 export.
+
+    A row's tokens lie from slot 0 on. Before each step, the slots that are not live are NaN, those that the step
+    writes too; after it, those that it has no business with still are.
+    """
+
+    def __init__(
+        self,
+        exported: Exported,
+        batch_size: int,
+        *,
+        capacity: int = 128,
+        bound: bool = True,
+        unread: float = np.nan,
+    ) -> None:
+        """`bound`: as in DirectCache. `unread`: what stands in place of NaN."""
+        self.exported, self.bound, self.unread, self.capacity = exported, bound, unread, capacity
+        layers, spec = exported.manifest.num_hidden_layers, exported.cache_spec("prefill", "contrib")
+        self.past, self.present = contract.past_names(layers), contract.present_names(layers)
+        shape = (batch_size, int(spec.shape[1]), capacity, int(spec.shape[3]))
+        self.buffers = [np.full(shape, unread, spec.dtype) for _ in self.past]
+        self.lengths = np.zeros(batch_size, np.int64)
+
+    def prefill(self, row: int, ids: np.ndarray) -> np.ndarray:
+        """Tokens [S] of one row, in views of the buffers -> logits f32 [V] of the last one."""
+        live = int(self.lengths[row]) + len(ids)
+        return self.step("prefill", slice(row, row + 1), ids[None], total=live)[0]
+
+    def decode(self, ids: np.ndarray, *, total: int | None = None) -> np.ndarray:
+        """One token of each row [B] -> logits f32 [B, V]. `total`: in place of the capacity."""
+        return self.step("decode", slice(0, len(ids)), ids[:, None], total=total or self.capacity)
+
+    def step(self, entry: str, rows: slice, input_ids: np.ndarray, *, total: int) -> np.ndarray:
+        self.lengths[rows] += input_ids.shape[1]
+        feeds: dict[str, np.ndarray] = {
+            contract.INPUT_IDS: np.ascontiguousarray(input_ids, np.int64),
+            contract.SEQLENS_K: (self.lengths[rows] - 1).astype(np.int32),
+            contract.TOTAL_SEQUENCE_LENGTH: np.array(total, np.int32),
+        }
+        session = self.exported.session(entry, "contrib")
+        views = [buffer[rows] for buffer in self.buffers]
+        feeds |= dict(zip(self.past, views, strict=True))
+        if self.bound:
+            logits = np.empty((len(input_ids), 1, self.exported.config.vocab_size), np.float32)
+            run_bound(
+                session, feeds, {contract.LOGITS: logits, **dict(zip(self.present, views, strict=True))}
+            )
+        else:
+            logits, *made = session.run([contract.LOGITS, *self.present], feeds)
+            for view, array in zip(views, made, strict=True):
+                for own, new, length in zip(view, array, self.lengths[rows], strict=True):
+                    own[:, :length] = new[:, :length]  # the rest is zeros
+        for buffer in self.buffers:
+            for row, length in zip(buffer, self.lengths, strict=True):
+                assert np.isfinite(row[:, :length]).all(), "a live slot of the cache is not finite"
+                assert np.array_equal(
+                    row[:, length:], np.full_like(row[:, length:], self.unread), equal_nan=True
+                )
+        assert logits.dtype == np.float32
+        return logits[:, 0]
 
 
 class LeftPadded:

@@ -13,6 +13,7 @@ from typing import Any
 
 import foreign_loop
 import numpy as np
+import onnxruntime
 import pytest
 from chats import copy_export, endless, tiny
 from refusals import refused
@@ -22,6 +23,7 @@ from qwen_onnx import UserError, load
 from qwen_onnx.runners import session
 from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.sampling import greedy, top, without_nameless
+from qwen_onnx.runners.steps import Opened
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -166,22 +168,22 @@ def test_a_turn_computes_only_what_is_new() -> None:
     assert ids(again) == ids(third)
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, chat: Chat, stage: str, call: int) -> None:
-    """Ctrl-C in the given call of one of the runner's stages, counted from 1; never again after that."""
-    whole, calls = getattr(chat.runner, stage), itertools.count(1)
+def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, stage: str, call: int) -> None:
+    """Ctrl-C in the given call of one of the owner's methods, counted from 1; never again after that."""
+    whole, calls = getattr(owner, stage), itertools.count(1)
 
     def struck(*arguments: Any) -> Any:
         if next(calls) == call:
             raise KeyboardInterrupt
         return whole(*arguments)
 
-    monkeypatch.setattr(chat.runner, stage, struck)
+    monkeypatch.setattr(owner, stage, struck)
 
 
 def test_an_interrupted_step_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its token is in the cache, its keys and values are not: every later turn reads zeros for it."""
     chat = load(endless())
-    interrupt(monkeypatch, chat, "_compute", call=3)
+    interrupt(monkeypatch, chat.runner._steps, "advance", call=3)
     with pytest.raises(KeyboardInterrupt):
         say(chat, HI)
     made = ids(say(load(endless()), HI, 2))
@@ -193,17 +195,25 @@ def test_an_interrupted_growth_leaves_a_cache_that_works(monkeypatch: pytest.Mon
     """Some layers' buffers are larger than others, and than what the next turn asks for."""
     chat, prompt = load(endless()), [5] * 250
     say(chat, prompt, 1)
-    interrupt(monkeypatch, chat, "_grow", call=2)
+    interrupt(monkeypatch, Opened, "grow", call=2)
     with pytest.raises(KeyboardInterrupt):
         say(chat, prompt + [6] * 500)
     after = say(chat, prompt + [7] * 100)
     assert ids(after) == ids(say(load(endless()), prompt + [7] * 100))
 
 
-def test_threads_reach_the_session() -> None:
+def test_threads_reach_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, int] = {}
+    real = onnxruntime.InferenceSession
+
+    def note(path: str, settings: Any, **options: Any) -> Any:
+        found[Path(path).name] = settings.intra_op_num_threads
+        return real(path, settings, **options)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", note)
     for given, wanted in ((1, 1), (3, 3), (None, session.available_cores())):
-        settings = load(endless(), threads=given).runner._session.get_session_options()
-        assert settings.intra_op_num_threads == wanted
+        load(endless(), threads=given, provider="cpu")
+        assert found == {"prefill.onnx": wanted, "grow.onnx": 1}
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])

@@ -149,7 +149,7 @@ def test_stats_are_one_line_on_stderr() -> None:
     number = r"[\d.]+"
     assert re.fullmatch(
         rf"\d+ prompt tokens, 5 new, length, TTFT {number} ms, {number} tokens/s, cache {number} MB, "
-        rf"peak memory \d+ MB, context \d+ of {ENDLESS_CONTEXT}\n",
+        rf"peak memory \d+ MB, context \d+ of {ENDLESS_CONTEXT}, cpu, float32\n",
         ran.err,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from chats import copy_export, endless, write_chat_checkpoint
 from command import command
 
 from qwen_onnx.export_cache import list_exports
-from qwen_onnx.runners import session
+from qwen_onnx.runners import providers
 
 HI = ("-p", "Hi", "--provider", "cpu")
 
@@ -124,7 +125,7 @@ def test_a_damaged_export_names_the_file(
 def test_a_provider_that_cannot_start_names_what_is_missing(provider: str, tmp_path: Path) -> None:
     """A silent fall-back to the CPU; a model exported first, and the provider refused after that."""
     fault = "libx.so.1: cannot open shared object file"
-    with mock.patch.object(session, "missing_library", return_value=fault):
+    with mock.patch.object(providers, "missing_library", return_value=fault):
         for model in (endless(), "tiny"):
             line = command("run", model, "-p", "Hi", "--provider", provider, "--cache-dir", tmp_path).error
             assert f"provider {provider} cannot start: {fault}" in line
@@ -132,7 +133,7 @@ def test_a_provider_that_cannot_start_names_what_is_missing(provider: str, tmp_p
     assert list_exports(tmp_path) == []
 
 
-@pytest.mark.skipif(session.missing_library("cuda") is None, reason="CUDA starts here")
+@pytest.mark.skipif(providers.missing_library("cuda") is None, reason="CUDA starts here")
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
 def test_without_a_gpu_the_real_answer_is_one_line(provider: str) -> None:
     assert (
@@ -141,10 +142,18 @@ def test_without_a_gpu_the_real_answer_is_one_line(provider: str) -> None:
     )
 
 
-def test_a_provider_without_a_graph() -> None:
-    with mock.patch.object(session, "missing_library", return_value=None):
-        line = command("run", endless(), "-p", "Hi", "--provider", "tensorrt").error
-    assert "no export has a graph for it yet" in line
+def test_tensorrt_without_a_gpu_or_a_graph(tmp_path: Path) -> None:
+    """Its libraries load, and minutes later it turns out that there is nothing to build for."""
+    bare = copy_export(endless(), tmp_path / "bare")
+    manifest = json.loads((bare / "export.json").read_text())
+    manifest["graphs"] = [graph for graph in manifest["graphs"] if "tensorrt" not in graph["providers"]]
+    (bare / "export.json").write_text(json.dumps(manifest))
+    with mock.patch.object(providers, "missing_library", return_value=None):
+        for folder, words in (
+            (endless(), "the driver shows no GPU"),
+            (bare, "has no prefill graph for tensorrt"),
+        ):
+            assert words in command("run", folder, "-p", "Hi", "--provider", "tensorrt").error
 
 
 def test_an_unknown_dtype_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -3,43 +3,63 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 import safetensors.numpy
-from checkpoints import QWEN2, random_tensors
+from checkpoints import QWEN2, RawConfig, random_tensors, write_checkpoint
 from exports import IDS, Exported, export_checkpoint
 from onnx import TensorProto, helper
-from strict import evaluate, not_finite
-from tolerances import BF16, F16, F32, Tolerance, assert_close, difference
+from onnx.reference.op_run import OpRun
+from strict import (
+    OPERATORS,
+    GroupQueryAttention,
+    SkipSimplifiedLayerNormalization,
+    evaluate,
+    not_finite,
+)
+from tolerances import F16, OF_TYPE, assert_close, difference
 
 from qwen_onnx import contract
 
-OUTLIERS = {
-    **QWEN2,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-}
+HEAD_DIMS = {"contrib": 128, "static-capture": 120, "static": 128}
+"""By the lowering that is looked at: with 120, f16 and bf16 exports have no `contrib` graphs."""
 CHANNEL = 5
-NUMPY = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
-STRICT: dict[str, Tolerance] = {"f32": F32, "f16": F16, "bf16": BF16}
+NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 PROMPT, CAPACITY, PADS = 9, 16, np.array([0, 4])
 F16_MAX = float(np.finfo(np.float16).max)
 
+Kind = tuple[str, str]
+"""An export's dtype and a lowering that it has."""
+NARROW: list[Kind] = [
+    (dtype, lowering) for dtype in ("f16", "bf16") for lowering in ("contrib", "static-capture")
+]
+EVERY_KIND: list[Kind] = [
+    ("f32", "static"),
+    ("f32", "static-capture"),
+    ("f16", "static"),  # for the CPU: f16 weights, and f32 from there on
+    ("bf16", "static"),
+    *NARROW,
+]
 
-def outlier_weights() -> dict[str, np.ndarray]:
+
+def outlier_config(head_dim: int) -> RawConfig:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
+    return {**QWEN2, **shape, "tie_word_embeddings": False}
+
+
+def outlier_weights(raw: RawConfig) -> dict[str, np.ndarray]:
     """Qwen2's ways, in the small: q and k biases of 200 (in layer 0), and a channel of 3,000 in every state.
 
     The norms' gains keep that channel small and lift the others, so that all of them count in the logits.
     """
-    tensors = random_tensors(OUTLIERS, seed=3)
-    signs = np.random.default_rng(4).choice([-200, 200], OUTLIERS["head_dim"])
+    tensors = random_tensors(raw, seed=3)
+    signs = np.random.default_rng(4).choice([-200, 200], raw["head_dim"])
     tensors["model.layers.0.self_attn.q_proj.bias"] = np.tile(signs, 2).astype(np.float32)
     tensors["model.layers.0.self_attn.k_proj.bias"] = signs.astype(np.float32)
     tensors["model.embed_tokens.weight"][:, CHANNEL] = 3000
@@ -51,109 +71,193 @@ def outlier_weights() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def outliers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
-    folder = tmp_path_factory.mktemp("outliers")
-    (folder / "config.json").write_text(json.dumps(OUTLIERS), encoding="utf-8")
-    safetensors.numpy.save_file(outlier_weights(), folder / "model.safetensors", {"format": "pt"})
-    made = tmp_path_factory.mktemp("exports")
-    return {dtype: export_checkpoint(folder, made / dtype, dtype) for dtype in NUMPY}
+def outliers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Exported]:
+    made: dict[tuple[str, int], Exported] = {}
+
+    def make(kind: Kind) -> Exported:
+        dtype, lowering = kind
+        key = dtype, HEAD_DIMS[lowering]
+        if key not in made:
+            folder, raw = tmp_path_factory.mktemp("outliers") / "checkpoint", outlier_config(key[1])
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+            safetensors.numpy.save_file(outlier_weights(raw), folder / "model.safetensors", {"format": "pt"})
+            made[key] = export_checkpoint(folder, folder.parent / "export", dtype)
+        return made[key]
+
+    return make
 
 
 Values = dict[str, np.ndarray]
 Change = Callable[[onnx.ModelProto], None]
 
 
-def run(model: Exported, change: Change = lambda _: None) -> tuple[Values, Values]:
-    """Every value of a prefill of two left-padded rows, and of a decode after it; `change` edits the graphs."""
-    layers = model.manifest.num_hidden_layers
-    spec = model.manifest.graph("prefill", "cuda").inputs[-1]
-    shape = (2, int(spec.shape[1]), CAPACITY, int(spec.shape[3]))
-    cache = {name: np.zeros(shape, NUMPY[model.dtype]) for name in contract.past_names(layers)}
-    runs = []
-    for entry, start, stop in (("prefill", 0, PROMPT), ("decode", PROMPT, PROMPT + 1)):
-        graph = onnx.load(model.folder / f"{entry}.onnx")
-        change(graph)
-        slots = np.arange(stop)
-        mask = (slots >= PADS[:, None]).astype(np.int64)
+class Ran(NamedTuple):
+    """A run of a graph."""
+
+    values: Values
+    wanted: np.ndarray
+    """The reference's logits, [B, V]."""
+
+    @property
+    def found(self) -> np.ndarray:
+        return self.values[contract.LOGITS][:, 0]
+
+
+class Run:
+    """Two rows of PROMPT tokens but for PADS, and then one token each; what every node made."""
+
+    def __init__(
+        self,
+        model: Exported,
+        lowering: str,
+        change: Change = lambda _: None,
+        operators: Sequence[type[OpRun]] = OPERATORS,
+    ) -> None:
+        """`change` edits the graphs before they are run."""
+        self.model, self.operators = model, operators
+        layers, spec = model.manifest.num_hidden_layers, model.cache_spec("prefill", lowering)
+        self.names = list(zip(contract.past_names(layers), contract.present_names(layers), strict=True))
+        shape = (2, int(spec.shape[1]), CAPACITY, int(spec.shape[3]))
+        self.cache = {past: np.zeros(shape, NUMPY[spec.dtype]) for past, _ in self.names}
+        self.graphs = {entry: onnx.load(model.path(entry, lowering)) for entry in ("prefill", "decode")}
+        for graph in self.graphs.values():
+            change(graph)
+        self.ran: list[Ran] = []
+        (self._contrib if lowering == "contrib" else self._static)(lowering)
+
+    @property
+    def distance(self) -> float:
+        return max(difference(ran.found, ran.wanted) for ran in self.ran)
+
+    def _run(self, entry: str, feeds: Values, rows: slice, ends: Sequence[int] | np.ndarray) -> None:
+        cache = {name: buffer[rows] for name, buffer in self.cache.items()}
+        values = evaluate(self.graphs[entry], feeds | cache, self.operators)
+        for past, present in self.names:
+            self.cache[past][rows] = values[present]
+        own = zip(range(2)[rows], ends, strict=True)
+        wanted = [self.model.wanted(IDS[row, : PROMPT + 1])[end - 1] for row, end in own]
+        self.ran.append(Ran(values, np.stack(wanted)))
+
+    def _static(self, lowering: str) -> None:
+        for entry, start, stop in (("prefill", 0, PROMPT), ("decode", PROMPT, PROMPT + 1)):
+            slots = np.arange(stop if lowering == "static" else CAPACITY)
+            feeds = {
+                contract.INPUT_IDS: np.stack(
+                    [np.roll(IDS[row], pad)[start:stop] for row, pad in enumerate(PADS)]
+                ),
+                contract.ATTENTION_MASK: (slots >= PADS[:, None]).astype(np.int64),
+                contract.POSITION_IDS: np.maximum(np.arange(start, stop) - PADS[:, None], 0),
+                contract.WRITE_INDICES: np.full(2, start),
+            }
+            self._run(entry, feeds, slice(0, 2), stop - PADS)
+
+    def _contrib(self, _: str) -> None:
+        """Row by row, the first in two chunks; then together."""
+        for row, start, stop in ((0, 0, 6), (0, 6, PROMPT), (1, 0, PROMPT - PADS[1])):
+            feeds: Values = {
+                contract.INPUT_IDS: IDS[row : row + 1, start:stop],
+                contract.SEQLENS_K: np.array([stop - 1], np.int32),
+                contract.TOTAL_SEQUENCE_LENGTH: np.array(stop, np.int32),
+            }
+            self._run("prefill", feeds, slice(row, row + 1), [stop])
+        lengths = PROMPT - PADS
         feeds = {
-            contract.INPUT_IDS: np.stack(
-                [np.roll(IDS[row], pad)[start:stop] for row, pad in enumerate(PADS)]
-            ),
-            contract.ATTENTION_MASK: mask,
-            contract.POSITION_IDS: np.maximum(slots - PADS[:, None], 0)[:, start:],
-            contract.WRITE_INDICES: np.full(2, start),
+            contract.INPUT_IDS: np.stack([IDS[row, [length]] for row, length in enumerate(lengths)]),
+            contract.SEQLENS_K: lengths.astype(np.int32),
+            contract.TOTAL_SEQUENCE_LENGTH: np.array(CAPACITY, np.int32),
         }
-        values = evaluate(graph, feeds | cache)
-        present = zip(contract.past_names(layers), contract.present_names(layers), strict=True)
-        cache = {past: values[name] for past, name in present}
-        runs.append(values)
-    return runs[0], runs[1]
+        self._run("decode", feeds, slice(0, 2), lengths + 1)
 
 
-def distance(model: Exported, runs: tuple[Values, Values]) -> float:
-    return max(difference(*pair) for pair in logits(model, runs))
+def check(run: Run) -> None:
+    """Against the reference, as near as the type that the graph computes in allows."""
+    for ran in run.ran:
+        assert_close(ran.found, ran.wanted, OF_TYPE[next(iter(run.cache.values())).dtype.name])
 
 
-def logits(model: Exported, runs: tuple[Values, Values]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What was found and what is wanted, [B, V], after the prefill and after the decode."""
-    pairs = []
-    for values, end in zip(runs, (PROMPT, PROMPT + 1), strict=True):
-        wanted = [model.wanted(IDS[row, : PROMPT + 1])[end - pad - 1] for row, pad in enumerate(PADS)]
-        pairs.append((values[contract.LOGITS][:, 0], np.stack(wanted)))
-    return pairs
-
-
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_node_by_node_as_the_reference(name: str, dtype: str, exported: Callable[..., Exported]) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "lowering"),
+    [
+        *((name, dtype, lowering) for name in ("qwen2", "qwen3") for dtype, lowering in EVERY_KIND[:4]),
+        *((name, dtype, "static-capture") for name in ("qwen2_14_2",) for dtype in ("f16", "bf16")),
+        *(
+            (name, dtype, "contrib")
+            for name in ("qwen2", "qwen2_untied", "qwen2_yarn", "qwen3", "qwen3_bias", "qwen3_head_dim_48")
+            for dtype in ("f16", "bf16")
+        ),
+    ],
+)
+def test_node_by_node_as_the_reference(
+    name: str, dtype: str, lowering: str, exported: Callable[..., Exported]
+) -> None:
     """The bf16 graphs, which no CPU runs; and this evaluator itself, in f32."""
-    model = exported(name, dtype)
-    runs = run(model)
-    for found, wanted in logits(model, runs):
-        assert_close(found, wanted, STRICT[dtype])
-
-
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_outliers_stay_finite_and_right(dtype: str, outliers: dict[str, Exported]) -> None:
-    """ "!!!!!!": scores beyond 65,504 or squares of a state overflow, and NaN logits choose token 0."""
-    model = outliers[dtype]
-    runs = run(model)
-    for values in runs:
-        assert not_finite(values) == []
-    for found, wanted in logits(model, runs):
-        assert_close(found, wanted, STRICT[dtype])
-    # The input is what it is said to be: f16 could hold neither these scores nor these squares, and what comes
-    # of them is more than the tolerance.
-    first = runs[0]
-    assert np.abs(first[contract.LOGITS]).max() > 5
-    assert np.abs(first["model.layers.0.self_attn/Attention.scores"]).max() > F16_MAX
-    assert float(np.abs(first["model.layers.1/Add"]).max()) ** 2 > F16_MAX
+    check(Run(exported(name, dtype), lowering))
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-@pytest.mark.parametrize("entry", ["prefill", "decode"])
-def test_what_may_overflow_is_f32_in_the_graph(entry: str, dtype: str, outliers: dict[str, Exported]) -> None:
+def test_linked_weights_node_by_node(dtype: str, tmp_path: Path) -> None:
+    """The same graphs, with queries, keys and values from matrices of their own."""
+    write_checkpoint(tmp_path / "checkpoint", QWEN2, dtype="F16" if dtype == "f16" else "BF16")
+    model = export_checkpoint(tmp_path / "checkpoint", tmp_path / "export", dtype, link=True)
+    (tmp_path / "checkpoint" / "model.safetensors").unlink()  # onnx reads no file that has two names
+    check(Run(model, "contrib"))
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND, ids="-".join)
+def test_outliers_stay_finite_and_right(kind: Kind, outliers: Callable[[Kind], Exported]) -> None:
+    """ "!!!!!!": scores beyond 65,504 or squares of a state overflow, and NaN logits choose token 0."""
+    lowering = kind[1]
+    run = Run(outliers(kind), lowering)
+    for ran in run.ran:
+        assert not_finite(ran.values) == []
+    check(run)
+    # The input is what it is said to be: f16 could hold neither these scores nor these squares, and what comes
+    # of them is more than the tolerance.
+    first = run.ran[0].values
+    attention = "GroupQueryAttention" if lowering == "contrib" else "Attention"
+    total = "SkipSimplifiedLayerNormalization.1" if lowering == "contrib" else "Add"
+    assert np.abs(first[contract.LOGITS]).max() > 5
+    assert np.abs(first[f"model.layers.0.self_attn/{attention}.scores"]).max() > F16_MAX
+    for norm in ("layers.0.post_attention_layernorm", "layers.1.input_layernorm", "norm"):
+        assert float(np.abs(first[f"model.{norm}/{total}"]).max()) ** 2 > F16_MAX
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("index", [0, -1], ids=["prefill", "decode"])
+def test_what_may_overflow_is_f32_in_the_graph(
+    index: int, dtype: str, outliers: Callable[[Kind], Exported]
+) -> None:
     """Precision left to flags of a runtime (TensorRT dropped them): it lives in the types of the values."""
-    runs = dict(zip(("prefill", "decode"), run(outliers[dtype]), strict=True))
-    values, graph = runs[entry], onnx.load(outliers[dtype].folder / f"{entry}.onnx").graph
+    run = Run(outliers((dtype, "static-capture")), "static-capture")
+    values, graph = run.ran[index].values, run.graphs["prefill" if index == 0 else "decode"].graph
+    stored = {tensor.name: tensor.data_type for tensor in graph.initializer}
     protected = [node for node in graph.node if node.op_type in ("Attention", "RotaryEmbedding")]
     assert [node.op_type for node in protected] == ["RotaryEmbedding", "RotaryEmbedding", "Attention"] * 2
     for node in protected:
-        stored = {tensor.name: tensor.data_type for tensor in graph.initializer}
         for name in [*node.input, *node.output]:
             if name == contract.POSITION_IDS:
                 continue
             is_f32 = values[name].dtype == np.float32 if name in values else stored[name] == TensorProto.FLOAT
             assert is_f32, (node.name, name)
-    norms = [node for node in graph.node if node.op_type == "RMSNormalization"]
-    assert len(norms) == 5
-    for node in norms:
-        stash = [a.i for a in node.attribute if a.name == "stash_type"]
-        assert stash == [TensorProto.FLOAT], node.name
     for node in graph.node:
         if node.op_type == "Gemm":  # and nothing else is: weights and states are in the export's type
-            assert values[node.output[0]].dtype == NUMPY[dtype], node.name
+            assert values[node.output[0]].dtype == next(iter(run.cache.values())).dtype != np.float32, (
+                node.name
+            )
     assert values[contract.LOGITS].dtype == np.float32
+
+
+@pytest.mark.parametrize("kind", NARROW, ids="-".join)
+def test_norms_take_their_statistics_in_f32(kind: Kind, outliers: Callable[[Kind], Exported]) -> None:
+    for entry in ("prefill", "decode", "greedy"):
+        graph = onnx.load(outliers(kind).path(entry, kind[1]), load_external_data=False).graph
+        norms = [node for node in graph.node if "Normalization" in node.op_type]
+        assert len(norms) == 5
+        for node in norms:
+            stash = [a.i for a in node.attribute if a.name == "stash_type"]
+            # The operator of com.microsoft has no such attribute: its kernel does so by itself.
+            assert stash == ([TensorProto.FLOAT] if node.op_type == "RMSNormalization" else []), node.name
 
 
 def attend_in_f16(model: onnx.ModelProto) -> None:
@@ -183,24 +287,41 @@ def norm_in_f16(model: onnx.ModelProto) -> None:
                 attribute.i = TensorProto.FLOAT16
 
 
-def test_attention_in_f16_is_caught(outliers: dict[str, Exported]) -> None:
+def in_f16(*operators: type[OpRun]) -> list[type[OpRun]]:
+    """OPERATORS, these of them with their inner values in f16, as a kernel might be written."""
+    half = {operator: type(operator.__name__, (operator,), {"inner": np.float16}) for operator in operators}
+    return [half.get(operator, operator) for operator in OPERATORS]
+
+
+def changed(model: Exported, lowering: str, part: str) -> Run:
+    """A run whose attention, or whose norms, compute in f16."""
+    if lowering == "contrib":
+        fused = GroupQueryAttention if part == "attention" else SkipSimplifiedLayerNormalization
+        return Run(model, lowering, lambda _: None, in_f16(fused))
+    return Run(model, lowering, attend_in_f16 if part == "attention" else norm_in_f16)
+
+
+@pytest.mark.parametrize("lowering", ["contrib", "static-capture"])
+def test_attention_in_f16_is_caught(lowering: str, outliers: Callable[[Kind], Exported]) -> None:
     """The check itself: it must see the scores overflow, and be content with the same change on usual weights."""
-    values, _ = run(outliers["f16"], attend_in_f16)
-    found = not_finite(values)
-    assert found[0] == "model.layers.0.self_attn/Attention.half"
-    assert "model.layers.0.self_attn/Attention.scores" in found
+    run = changed(outliers(("f16", lowering)), lowering, "attention")
+    found = not_finite(run.ran[0].values)
+    attention = "GroupQueryAttention" if lowering == "contrib" else "Attention"
+    assert found[0].startswith(f"model.layers.0.self_attn/{attention}")
+    assert f"model.layers.0.self_attn/{attention}.scores" in found
     assert contract.LOGITS in found
 
 
-def test_norm_statistics_in_f16_are_caught(outliers: dict[str, Exported]) -> None:
+@pytest.mark.parametrize("lowering", ["contrib", "static-capture"])
+def test_norm_statistics_in_f16_are_caught(lowering: str, outliers: Callable[[Kind], Exported]) -> None:
     """A mean square of infinity makes zeros, not NaN: only the logits tell."""
-    model = outliers["f16"]
-    runs = run(model, norm_in_f16)
-    assert distance(model, runs) > 10 * F16.bound
+    assert changed(outliers(("f16", lowering)), lowering, "norms").distance > 10 * F16.bound
 
 
-def test_the_changes_do_no_harm_to_usual_weights(exported: Callable[..., Exported]) -> None:
+@pytest.mark.parametrize("part", ["attention", "norms"])
+@pytest.mark.parametrize(("name", "lowering"), [("qwen3", "contrib"), ("qwen2_14_2", "static-capture")])
+def test_the_changes_do_no_harm_to_usual_weights(
+    name: str, lowering: str, part: str, exported: Callable[..., Exported]
+) -> None:
     """So what the two tests above catch is overflow, and not a graph that the change broke."""
-    model = exported("qwen3", "f16")
-    for change in (attend_in_f16, norm_in_f16):
-        assert distance(model, run(model, change)) < F16.bound
+    assert changed(exported(name, "f16"), lowering, part).distance < F16.bound

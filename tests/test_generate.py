@@ -41,6 +41,47 @@ class Scripted:
 
     decode = prefill
 
+    @property
+    def chooses(self) -> bool:
+        return False
+
+    def prefill_greedy(self, cache: KVCache, input_ids: np.ndarray) -> np.ndarray:
+        raise AssertionError("this model chooses nothing")
+
+    decode_greedy = prefill_greedy
+
+    def logits(self, cache: KVCache) -> np.ndarray:
+        raise AssertionError("the logits were returned already")
+
+
+class Choosing(Scripted):
+    """As Scripted, but it chooses the ids, as a device does; its logits are to be asked for."""
+
+    def __init__(self, script: Sequence[int | BaseException], context_length: int = 100) -> None:
+        super().__init__(script, context_length)
+        self.stages: list[str] = []
+        self._last = np.empty(0, np.float32)
+
+    @property
+    def chooses(self) -> bool:
+        return True
+
+    def prefill_greedy(self, cache: KVCache, input_ids: np.ndarray) -> np.ndarray:
+        self.stages.append("prefill")
+        return self._choose(cache, input_ids)
+
+    def decode_greedy(self, cache: KVCache, input_ids: np.ndarray) -> np.ndarray:
+        self.stages.append("decode")
+        return self._choose(cache, input_ids)
+
+    def logits(self, cache: KVCache) -> np.ndarray:
+        self.stages.append("logits")
+        return self._last
+
+    def _choose(self, cache: KVCache, input_ids: np.ndarray) -> np.ndarray:
+        self._last = Scripted.prefill(self, cache, input_ids)
+        return self._last.argmax(axis=-1)
+
 
 def generated(
     model: Scripted | Runner,
@@ -72,6 +113,20 @@ def test_exactly_max_new_tokens(count: int) -> None:
     assert [step.finish_reason for step in steps[:-1]] == [None] * max(0, count - 1)
     assert not steps or steps[-1].finish_reason is FinishReason.LENGTH
     assert model.calls == [[1, 2, 3], [4], [5], [6], [7]][:count]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_logits": 2}], ids=["", "top"])
+def test_ids_that_the_device_chose(options: dict[str, int]) -> None:
+    """Logits copied from the device at each step, that nobody asked for; a prompt that takes the decode's way."""
+    model = Choosing([4, 5, EOS, 6])
+    steps = generated(model, **options)
+    assert ids(steps) == [4, 5, EOS]
+    assert [step.finish_reason for step in steps] == [None, None, FinishReason.EOS]
+    assert model.calls == [[1, 2, 3], [4], [5]]
+    stages = [["prefill"], ["decode"], ["decode"]]
+    assert model.stages == [name for stage in stages for name in (*stage, *(["logits"] if options else []))]
+    wanted = generated(Scripted([4, 5, EOS, 6]), **options)
+    assert [step.top_logits for step in steps] == [step.top_logits for step in wanted]
 
 
 def test_an_end_token_ends() -> None:

@@ -23,27 +23,50 @@ Export = Callable[..., Exported]
 
 ELEMENT = {"f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 DTYPES = list(ELEMENT)
+ENTRIES = ("prefill", "decode", "greedy", "grow")
 EVERY_EXPORT = [
     *((name, "f32") for name in CONFIGS),
     *((name, dtype) for name in ("qwen2", "qwen3_bias") for dtype in ("f16", "bf16")),
+    ("qwen2_14_2", "f16"),
 ]
-QWEN2_DECODE = {
+CONTRIB_OPERATORS = {
+    "FusedMatMul", "GroupQueryAttention", "QuickGelu", "SkipSimplifiedLayerNormalization",
+}  # fmt: skip
+STATIC_DECODE = {
     "Add": 6, "And": 1, "Attention": 3, "Cast": 1, "Gather": 1, "Gemm": 22, "LessOrEqual": 1, "Mul": 6,
-    "RMSNormalization": 7, "Range": 1, "Reshape": 13, "RotaryEmbedding": 6, "Shape": 1, "Sigmoid": 3, "Slice": 6,
+    "RMSNormalization": 7, "Range": 1, "Reshape": 13, "RotaryEmbedding": 6, "Shape": 1, "Sigmoid": 3,
     "Squeeze": 1, "TensorScatter": 6, "Transpose": 12, "Unsqueeze": 5, "Where": 1,
 }  # fmt: skip
+QWEN2_DECODE = {
+    "static": STATIC_DECODE | {"Slice": 6},
+    "static-capture": STATIC_DECODE,
+    "contrib": {
+        "Add": 3, "Cast": 3, "FusedMatMul": 13, "Gather": 1, "GroupQueryAttention": 3, "Mul": 3, "QuickGelu": 3,
+        "RMSNormalization": 1, "SkipSimplifiedLayerNormalization": 6, "Split": 3,
+    },
+}  # fmt: skip
 """Operators of three layers. A change here is a change of every exported graph: make it on purpose."""
+SCOPELESS = ("Cast", "Gather", "GatherND", "Reshape", "TensorScatter", "Unsqueeze")
+"""Of the step between the last norm and the head, and of `grow`."""
+OURS = ("static", "static-capture", "contrib")
+"""The lowerings that are looked at here."""
 
 
-def graphs(model: Exported) -> dict[str, onnx.ModelProto]:
-    """Every graph file, its weights left where they are."""
-    return {
-        path.name: onnx.load(path, load_external_data=False) for path in sorted(model.folder.glob("*.onnx"))
-    }
+def graphs(model: Exported, *entries: str) -> list[tuple[contract.GraphSpec, onnx.ModelProto]]:
+    """The graph files of OURS, of these entries or all of them, their weights left where they are."""
+    return [
+        (spec, onnx.load(model.folder / spec.file, load_external_data=False))
+        for spec in model.manifest.graphs
+        if spec.lowering in OURS and spec.entry in (entries or ENTRIES)
+    ]
 
 
-def decoders(model: Exported) -> dict[str, onnx.ModelProto]:
-    return {name: graph for name, graph in graphs(model).items() if not name.startswith("grow")}
+def decoders(model: Exported) -> list[tuple[contract.GraphSpec, onnx.ModelProto]]:
+    return graphs(model, "prefill", "decode", "greedy")
+
+
+def one(model: Exported, entry: str, lowering: str) -> onnx.ModelProto:
+    return onnx.load(model.path(entry, lowering), load_external_data=False)
 
 
 def interface(graph: onnx.ModelProto) -> dict[str, tuple[int, list[int | str]]]:
@@ -57,26 +80,56 @@ def interface(graph: onnx.ModelProto) -> dict[str, tuple[int, list[int | str]]]:
     }
 
 
+def hidden_type(spec: contract.GraphSpec, dtype: str) -> int:
+    """What a graph computes in: those for the CPU in f32."""
+    return TensorProto.FLOAT if spec.providers == ("cpu",) else ELEMENT[dtype]
+
+
+def test_which_lowering_serves_which_provider(exported: Export) -> None:
+    """Fused attention for heads that its operator cannot rotate; an entry that a provider lacks."""
+    for name, dtype, of_cuda in (
+        ("qwen2", "f32", "static-capture"),
+        ("qwen2", "f16", "contrib"),
+        ("qwen3_head_dim_48", "bf16", "contrib"),
+        ("qwen2_14_2", "f16", "static-capture"),  # heads of 8
+        ("qwen2_head_dim_2", "bf16", "static-capture"),
+    ):
+        manifest = exported(name, dtype).manifest
+        for entry in ("prefill", "decode", "greedy"):
+            assert manifest.graph(entry, "cuda").lowering == of_cuda
+            of_cpu = "static-capture" if entry == "greedy" else "static"
+            assert manifest.graph(entry, "cpu").lowering == of_cpu
+        for provider in ("cpu", "cuda"):
+            assert manifest.graph("grow", provider).lowering == "static"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_bias"])
 def test_types_are_those_that_were_asked_for(name: str, dtype: str, exported: Export) -> None:
     """A "half" export with f32 weights or outputs; rotary tables rounded along with the weights."""
-    model = exported(name, dtype)
-    for file, graph in decoders(model).items():
-        hidden = TensorProto.FLOAT if ".cpu." in file else ELEMENT[dtype]
+    for spec, graph in decoders(exported(name, dtype)):
+        hidden = hidden_type(spec, dtype)
         for value, (element, _) in interface(graph).items():
             if value.startswith(("past_key_values.", "present.")):
-                assert element == hidden, (file, value)
+                wanted = hidden
+            elif value in (contract.LOGITS, contract.LOGIT_BIAS):
+                wanted = TensorProto.FLOAT
+            elif value.removeprefix(contract.NEXT) in (contract.SEQLENS_K, contract.TOTAL_SEQUENCE_LENGTH):
+                wanted = TensorProto.INT32
             else:
-                wanted = TensorProto.FLOAT if value == contract.LOGITS else TensorProto.INT64
-                assert element == wanted, (file, value)
-        outside = [tensor for tensor in graph.graph.initializer if tensor.external_data]
-        for tensor in outside:
-            wanted = TensorProto.FLOAT if tensor.name.startswith("rotary.") else ELEMENT[dtype]
-            assert tensor.data_type == wanted, (file, tensor.name)
+                wanted = TensorProto.INT64
+            assert element == wanted, (spec.file, value)
+        for tensor in graph.graph.initializer:
+            if tensor.external_data:
+                wanted = TensorProto.FLOAT if tensor.name.startswith("rotary.") else ELEMENT[dtype]
+                assert tensor.data_type == wanted, (spec.file, tensor.name)
         # The embedding is read in the weights' type, the states after it are in the export's.
         types = {v.name: v.type.tensor_type.elem_type for v in graph.graph.value_info}
-        assert types["model.layers.1/Add"] == types["model.norm/RMSNormalization"] == hidden
+        if spec.lowering == "contrib":
+            states = ["norm/SkipSimplifiedLayerNormalization", "layers.1.self_attn/GroupQueryAttention"]
+        else:
+            states = ["norm/RMSNormalization", "layers.0.post_attention_layernorm/Add", "norm/Add"]
+        assert {types[f"model.{state}"] for state in states} == {hidden}
 
 
 @pytest.mark.parametrize(("name", "dtype"), EVERY_EXPORT)
@@ -85,26 +138,37 @@ def test_shapes_of_inputs_and_outputs(name: str, dtype: str, exported: Export) -
     model = exported(name, dtype)
     config = model.config
     cache = ["batch_size", config.num_key_value_heads, "cache_capacity", config.head_dim]
-    for file, graph in decoders(model).items():
-        sequence = 1 if file.startswith("decode") else "sequence_length"
+    masked = {"static": "total_sequence_length", "static-capture": "cache_capacity"}
+    for spec, graph in decoders(model):
+        sequence = 1 if spec.entry == "decode" else "sequence_length"
         shapes = {value: shape for value, (_, shape) in interface(graph).items()}
         assert shapes.pop("input_ids") == ["batch_size", sequence]
-        assert shapes.pop("position_ids") == ["batch_size", sequence]
-        assert shapes.pop("attention_mask") == ["batch_size", "total_sequence_length"]
-        assert shapes.pop("write_indices") == ["batch_size"]
+        advanced = {"next_input_ids": ["batch_size", 1]}
+        if spec.lowering == "contrib":
+            assert shapes.pop("seqlens_k") == ["batch_size"]
+            assert shapes.pop("total_sequence_length") == []
+            advanced |= {"next_seqlens_k": ["batch_size"]}
+        else:
+            assert shapes.pop("position_ids") == ["batch_size", sequence]
+            assert shapes.pop("attention_mask") == ["batch_size", masked[spec.lowering]]
+            assert shapes.pop("write_indices") == ["batch_size"]
+            advanced |= {"next_position_ids": ["batch_size", 1], "next_write_indices": ["batch_size"]}
         assert shapes.pop("logits") == ["batch_size", 1, config.vocab_size]
+        if spec.entry == "greedy":
+            assert shapes.pop("logit_bias") == [config.vocab_size]
+            assert {value: shapes.pop(value) for value in advanced} == advanced
         layers = config.num_hidden_layers
         assert list(shapes) == contract.past_names(layers) + contract.present_names(layers)
         assert all(shape == cache for shape in shapes.values())
-        spec = next(spec for spec in model.manifest.graphs if spec.file == file)
         assert {value.name: list(value.shape) for value in spec.outputs}["logits"] == ["batch_size", 1, 320]
 
 
 @pytest.mark.parametrize(("name", "dtype"), EVERY_EXPORT)
 def test_graphs_are_plain_and_small(name: str, dtype: str, exported: Export) -> None:
-    """IsNaN guards, Constant nodes, folded copies of weights, contrib operators: what exporters leave behind."""
-    for file, proto in graphs(exported(name, dtype)).items():
-        assert [(opset.domain, opset.version) for opset in proto.opset_import] == [("", 24)]
+    """IsNaN guards, Constant nodes, folded copies of weights, contrib operators where none were asked for."""
+    for spec, proto in graphs(exported(name, dtype)):
+        contrib = {"com.microsoft": 1} if spec.lowering == "contrib" else {}
+        assert {opset.domain: opset.version for opset in proto.opset_import} == {"": 24, **contrib}
         assert proto.ByteSize() < 1_000_000
         assert not proto.functions
         graph = proto.graph
@@ -116,54 +180,75 @@ def test_graphs_are_plain_and_small(name: str, dtype: str, exported: Export) -> 
         for value in (*graph.value_info, *graph.input, *graph.output):
             types[value.name] = value.type.tensor_type.elem_type
         for node in graph.node:
-            where = (file, node.name)
+            where = (spec.file, node.name)
             scope, _, kind = node.name.rpartition("/")
             assert kind.startswith(node.op_type), where
-            assert scope.split(".")[0] in ("model", "lm_head", "step", ""), where
-            assert scope or node.op_type in ("Cast", "Unsqueeze", "TensorScatter"), where
-            assert node.domain == "", where
+            assert scope.split(".")[0] in ("model", "lm_head", "step", "choose", ""), where
+            assert scope != "choose" or spec.entry == "greedy", where
+            assert scope or node.op_type in SCOPELESS, where
+            assert (node.domain == "com.microsoft") is (node.op_type in CONTRIB_OPERATORS), where
+            assert node.domain == "" or contrib, where
             assert node.op_type not in ("Constant", "Identity", "Dropout", "IsNaN", "If"), where
             if node.op_type == "Cast":
                 assert types[node.input[0]] != types[node.output[0]], where
             if node.op_type == "Reshape" and node.input[1] in stored:
                 assert len(stored[node.input[1]].dims) == 1, where
             if all(given in stored for given in node.input):
+                # Of weights in graphs for the CPU, and of the rotary tables: folded when a session starts.
                 assert node.op_type == "Cast", where
-                assert ".cpu." in file, where
+                assert ".cpu." in spec.file or node.input[0].startswith("rotary."), where
 
 
-@pytest.mark.parametrize("entry", ["prefill", "decode"])
-def test_nodes_are_named_after_the_checkpoint(entry: str, exported: Export) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "lowering"), [("f32", "static"), ("f32", "static-capture"), ("f16", "contrib")]
+)
+def test_nodes_are_named_after_the_checkpoint(dtype: str, lowering: str, exported: Export) -> None:
     """A profile or an error names MatMul_1312: nobody finds the layer."""
-    names = {node.name for node in graphs(exported("qwen2"))[f"{entry}.onnx"].graph.node}
-    assert {
-        "model.embed_tokens/Gather",
-        "model.layers.0.self_attn/Attention",
-        "model.layers.0.self_attn.q_proj/Gemm",
-        "model.layers.2.mlp.down_proj/Gemm",
-        "model.norm/RMSNormalization",
-        "lm_head/Gemm",
-    } <= names
+    if lowering == "contrib":
+        attention, linear, norm, qkv = (
+            "GroupQueryAttention", "FusedMatMul", "SkipSimplifiedLayerNormalization", "qkv",
+        )  # fmt: skip
+    else:
+        attention, linear, norm, qkv = "Attention", "Gemm", "RMSNormalization", "q"
+    for entry in ("prefill", "decode"):
+        names = {node.name for node in one(exported("qwen2", dtype), entry, lowering).graph.node}
+        assert {
+            "model.embed_tokens/Gather",
+            f"model.layers.0.self_attn/{attention}",
+            f"model.layers.0.self_attn.{qkv}_proj/{linear}",
+            f"model.layers.2.mlp.down_proj/{linear}",
+            f"model.layers.2.post_attention_layernorm/{norm}",
+            f"model.norm/{norm}",
+            f"lm_head/{linear}",
+        } <= names
 
 
-def test_operators_of_a_decode_graph(exported: Export) -> None:
-    graph = graphs(exported("qwen2"))["decode.onnx"].graph
-    assert dict(collections.Counter(node.op_type for node in graph.node)) == QWEN2_DECODE
+@pytest.mark.parametrize(
+    ("dtype", "lowering"), [("f32", "static"), ("f32", "static-capture"), ("f16", "contrib")]
+)
+def test_operators_of_a_decode_graph(dtype: str, lowering: str, exported: Export) -> None:
+    graph = one(exported("qwen2", dtype), "decode", lowering).graph
+    assert dict(collections.Counter(node.op_type for node in graph.node)) == QWEN2_DECODE[lowering]
 
 
 @pytest.mark.parametrize(("name", "dtype"), EVERY_EXPORT)
 def test_weights_lie_once_in_one_file(name: str, dtype: str, exported: Export) -> None:
-    """A tied or transposed matrix stored twice; prefill and decode with weights of their own."""
+    """A tied or transposed matrix stored twice; prefill and decode with weights of their own.
+
+    What `contrib` graphs read as one matrix is looked at in test_contrib_graphs.
+    """
     model = exported(name, dtype)
     places = read_header(model.folder / contract.WEIGHTS_FILE)
     inside = []
-    for graph in decoders(model).values():
+    for spec, graph in decoders(model):
         outside = {tensor.name: tensor for tensor in graph.graph.initializer if tensor.external_data}
-        assert outside.keys() == places.keys()
+        assert outside.keys() == places.keys() or spec.lowering == "contrib"
         for weight, tensor in outside.items():
             said = {item.key: item.value for item in tensor.external_data}
-            found = (said["location"], int(said["offset"]), int(said["length"]))
-            assert found == (contract.WEIGHTS_FILE, places[weight].offset, places[weight].nbytes)
+            assert said["location"] == contract.WEIGHTS_FILE
+            if weight in places:
+                found = (int(said["offset"]), int(said["length"]))
+                assert found == (places[weight].offset, places[weight].nbytes)
         inside.append(sum(len(t.raw_data) for t in graph.graph.initializer if t.name not in outside))
     assert max(inside) < 1000
     assert ("lm_head.weight" in places) is not model.config.tie_word_embeddings
@@ -215,31 +300,36 @@ def _mixed_types(graph: onnx.GraphProto) -> None:
 )
 def test_verify_refuses_a_broken_graph(spoil: Callable[[onnx.GraphProto], None], exported: Export) -> None:
     """Strict shape inference that is lenient, or looks at nothing."""
-    proto = graphs(exported("qwen2"))["prefill.onnx"]
+    proto = one(exported("qwen2"), "prefill", "static")
     verify(proto)
     spoil(proto.graph)
     with pytest.raises((onnx.checker.ValidationError, onnx.shape_inference.InferenceError)):
         verify(proto)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_f16_loads_and_agrees_at_every_optimization_level(name: str, exported: Export) -> None:
+@pytest.mark.parametrize(
+    ("name", "lowering"), [("qwen2", "contrib"), ("qwen3", "contrib"), ("qwen2_14_2", "static-capture")]
+)
+def test_f16_loads_and_agrees_at_every_optimization_level(name: str, lowering: str, exported: Export) -> None:
     """A runtime's fusion that has no f16 kernel, or changes the result; reuse of buffers of another shape."""
-    model = exported(name, "f16")
-    tokens, layers = 25, model.manifest.num_hidden_layers
-    heads, size = model.manifest.num_key_value_heads, model.manifest.head_dim
-    feeds = {
-        contract.INPUT_IDS: IDS[:2, :tokens],
-        contract.ATTENTION_MASK: np.ones((2, tokens), np.int64),
-        contract.POSITION_IDS: np.tile(np.arange(tokens), (2, 1)),
-        contract.WRITE_INDICES: np.zeros(2, np.int64),
-    } | {name: np.zeros((2, heads, 32, size), np.float16) for name in contract.past_names(layers)}
+    model, tokens = exported(name, "f16"), 25
+    layers, spec = model.manifest.num_hidden_layers, model.cache_spec("prefill", lowering)
+    shape = (2, int(spec.shape[1]), 32, int(spec.shape[3]))
+    feeds = {contract.INPUT_IDS: IDS[:2, :tokens]}
+    feeds |= {name: np.zeros(shape, np.float16) for name in contract.past_names(layers)}
+    if lowering == "contrib":  # a first prompt: rows of one length may go together
+        feeds[contract.SEQLENS_K] = np.full(2, tokens - 1, np.int32)
+        feeds[contract.TOTAL_SEQUENCE_LENGTH] = np.array(tokens, np.int32)
+    else:
+        feeds[contract.ATTENTION_MASK] = np.ones((2, 32), np.int64)
+        feeds[contract.POSITION_IDS] = np.tile(np.arange(tokens), (2, 1))
+        feeds[contract.WRITE_INDICES] = np.zeros(2, np.int64)
     wanted = np.stack([model.wanted(IDS[row, :tokens])[-1] for row in range(2)])
     first = None
     for level in ("DISABLE_ALL", "ENABLE_BASIC", "ENABLE_EXTENDED", "ENABLE_ALL"):
         for reuse in (True, False):
             session = open_on_cpu(
-                model.path("prefill"),
+                model.path("prefill", lowering),
                 graph_optimization_level=getattr(onnxruntime.GraphOptimizationLevel, f"ORT_{level}"),
                 enable_mem_pattern=reuse,
             )

@@ -28,13 +28,13 @@ def runner(exported: Export) -> Runner:
     return Runner(exported("qwen2").folder, ON_CPU)
 
 
-def test_growing_changes_no_bit(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_changes_no_bit(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots lost or moved when the buffers are exchanged, at capacities 8, 16, 32, 64 and 100."""
-    ids = IDS[:2, :100]
+    ids, runner = IDS[:2, :100], Runner(exported("qwen2").folder, ON_CPU, max_context=100)
 
     def run(smallest: int) -> tuple[np.ndarray, list[int]]:
         monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", smallest)
-        cache = KVCache(runner._cache_spec, len(runner._past), "cpu", batch_size=2, limit=100)
+        cache = runner.new_cache(batch_size=2)
         logits, capacities = [runner.prefill(cache, ids[:, :5])], [cache.capacity]
         for slot in range(5, 100):
             logits.append(runner.decode(cache, ids[:, slot : slot + 1]))
@@ -100,7 +100,8 @@ def test_cache_is_written_in_place(exported: Export, capfd: pytest.CaptureFixtur
     """A copy of the whole cache at each step, which ONNX Runtime only mentions in its log."""
     for bound in (True, False):
         model = Exported(exported("qwen2").checkpoint, exported("qwen2").folder, "f32")
-        model.sessions = {"prefill": onnxruntime.InferenceSession(str(model.path("prefill")))}
+        path = model.path("prefill")
+        model._sessions[path] = onnxruntime.InferenceSession(str(path))  # with its warnings
         batch = LeftPadded(DirectCache(model, 2, bound=bound), [0, 0])
         capfd.readouterr()
         for _ in range(3):
@@ -128,6 +129,83 @@ def test_rewound_cache_continues_like_a_fresh_one(runner: Runner) -> None:
     for cache_ids in (IDS[:1, 7:12], IDS[:1, 12:13], IDS[:1, 13:14]):
         found, wanted = runner.prefill(rewound, cache_ids), runner.prefill(fresh, cache_ids)
         assert_close(found, wanted, EXACT)
+
+
+SPEC = TensorSpec("past", "float32", ("batch_size", 2, "cache_capacity", 4))
+
+
+def append(cache: KVCache, rows: list[list[int]]) -> None:
+    mask = np.array(rows)
+    cache.append(np.full_like(mask, 5), mask, lambda small, large: None)
+
+
+def test_counts_are_of_tokens_and_not_of_padding() -> None:
+    """A row's tokens counted by its slots: a late position, a cache read beyond what was written."""
+    cache = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64)
+    append(cache, [[1, 1], [1, 1]])
+    assert cache.counts(2).tolist() == [2, 2]
+    append(cache, [[1, 1, 1], [0, 0, 1]])
+    append(cache, [[1], [1]])
+    assert [cache.counts(end).tolist() for end in (2, 4, 6)] == [[2, 2], [4, 2], [6, 4]]
+    cache.truncate(3)
+    assert cache.counts(3).tolist() == [3, 2]
+    cache.truncate(2)  # nothing is padded any more
+    assert cache.counts(2).tolist() == [2, 2]
+
+
+def test_full_mask_hides_padding_only_and_stays_the_same_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask copied to the device at each step; one that still hides what an edited prompt replaced."""
+    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 4)
+    cache = KVCache(SPEC, 2, "cpu", batch_size=2, limit=16)
+    append(cache, [[1, 1], [0, 1]])
+    first = cache.full_mask
+    assert first.tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
+    append(cache, [[1], [1]])
+    assert cache.full_mask is first
+    append(cache, [[1, 1], [1, 1]])  # grows
+    assert cache.full_mask.tolist() == [[1] * 8, [0] + [1] * 7]
+    append(cache, [[1], [0]])
+    assert cache.full_mask.tolist() == [[1] * 8, [0, 1, 1, 1, 1, 0, 1, 1]]
+    cache.truncate(5)
+    assert cache.full_mask.tolist() == [[1] * 8, [0] + [1] * 7]
+    cache.truncate(0)
+    assert cache.full_mask.tolist() == [[1] * 8, [1] * 8]
+
+
+def test_a_renewed_cache_holds_zeros() -> None:
+    """NaN stays in slots that the next answer does not write: read by each step that attends over all slots."""
+    cache = KVCache(SPEC, 2, "cpu", batch_size=1, limit=16)
+    append(cache, [[1, 1, 1]])
+    cache.binding = "bound to the old buffers"
+    for buffer in cache.buffers:
+        buffer.update_inplace(np.full(buffer.shape(), np.nan, np.float32))
+    cache.renew()
+    assert (cache.length, cache.binding) == (0, None)
+    assert len(cache.buffers) == 2
+    assert all((buffer.numpy() == 0).all() for buffer in cache.buffers)
+    append(cache, [[1]])
+    assert cache.mask.tolist() == [[1]]
+
+
+def test_buffers_of_a_cache_that_is_gone_serve_the_next_one_of_its_batch() -> None:
+    """A CUDA graph captured for each chat, none of which ONNX Runtime releases."""
+    idle: list[kv_cache.Buffers] = []
+    cache = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64, idle=idle)
+    append(cache, [[0, 1], [1, 1]])
+    cache.binding = "what was bound"
+    held = cache.buffers
+    beside = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64, idle=idle)
+    assert beside.buffers is not held
+    del cache
+    gc.collect()
+    other = KVCache(SPEC, 2, "cpu", batch_size=1, limit=64, idle=idle)
+    assert other.binding is None
+    again = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64, idle=idle)
+    assert again.buffers is held
+    assert again.binding == "what was bound"
+    assert (again.length, again.counts(0).tolist(), again.shared_prefix([5, 5])) == (0, [0, 0], 0)
+    assert again.full_mask.tolist() == [[1] * 64] * 2
+    assert idle == []
 
 
 def test_500_steps_take_no_memory(exported: Export) -> None:

@@ -16,7 +16,7 @@ from command import command
 
 from qwen_onnx import UserError, load, running
 from qwen_onnx.hub import DEFAULT_MODEL, ModelSource, resolve_model
-from qwen_onnx.runners import session
+from qwen_onnx.runners import providers, session
 
 HI = ("-p", "Hi", "--max-new-tokens", 2, "--provider", "cpu")
 
@@ -24,7 +24,7 @@ HI = ("-p", "Hi", "--max-new-tokens", 2, "--provider", "cpu")
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with an NVIDIA driver: every library loads."""
-    monkeypatch.setattr(session, "_load_fault", lambda library: None)
+    monkeypatch.setattr(providers, "_load_fault", lambda library: None)
 
 
 def test_preloading_says_nothing_on_stdout(
@@ -36,20 +36,42 @@ def test_preloading_says_nothing_on_stdout(
         preload_dlls=lambda: print("Failed to load libcublasLt.so.13"),
         __file__=session.import_onnxruntime().__file__,
     )
-    monkeypatch.setattr(session, "import_onnxruntime", lambda: runtime)
-    assert session.missing_library("cuda") is None
+    monkeypatch.setattr(providers, "import_onnxruntime", lambda: runtime)
+    assert providers.missing_library("cuda") is None
     assert capsys.readouterr().out == ""
 
 
-def test_tensorrt_is_refused_before_anything_is_made(
-    monkeypatch: pytest.MonkeyPatch, driver: None, tmp_path: Path
+def test_a_provider_that_cannot_start_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(session, "missing_library", lambda provider: None)
-    with pytest.raises(UserError, match="no export has a graph for it"):
-        session.verify_provider("tensorrt")
-    ran = command("run", endless_checkpoint(), "-p", "Hi", "--provider", "tensorrt", "--cache-dir", tmp_path)
-    assert "tensorrt" in ran.error
-    assert not list(tmp_path.iterdir())
+    """Minutes of export, and then the missing library."""
+    monkeypatch.setattr(providers, "missing_library", lambda provider: f"{provider}.so: no such file")
+    for name in ("cuda", "tensorrt"):
+        ran = command("run", endless_checkpoint(), "-p", "Hi", "--provider", name, "--cache-dir", tmp_path)
+        assert f"{name}.so" in ran.error
+        assert not list(tmp_path.iterdir())
+
+
+def test_two_distributions_are_named_where_they_hide_a_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "Built without it", of two wheels of which one has it: the last one installed wrote over the other."""
+    runtime = SimpleNamespace(get_available_providers=lambda: ["CPUExecutionProvider"])
+    monkeypatch.setattr(providers, "import_onnxruntime", lambda: runtime)
+    for found, word in (
+        (["onnxruntime 1.32.0"], "is built without it"),
+        (["a 1", "b 2"], "keep one: pip uninstall"),
+    ):
+        monkeypatch.setattr(providers, "installed_distributions", lambda found=found: found)
+        assert word in (providers.missing_library("cuda") or "")
+
+
+def test_of_a_cuda_error_what_cuda_says_is_kept() -> None:
+    """Six hundred characters of source lines around "driver version is insufficient"."""
+    text = (
+        "/onnxruntime_src/cuda_call.cc:129 std::conditional_t<> CudaCall(...) CUDA failure 35: CUDA driver version "
+        "is insufficient for CUDA runtime version ; GPU=-1 ; hostname=x ; file=/src/provider.cc ; line=280"
+    )
+    assert session.first_line(RuntimeError(text)).startswith("CUDA failure 35: CUDA driver version is insuff")
+    assert "/src" not in session.first_line(RuntimeError(text))
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [("F32", "f32"), ("F16", "f16"), ("BF16", "bf16")])

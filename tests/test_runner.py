@@ -19,8 +19,9 @@ from tolerances import EXACT, F32, F32_ORDER, OF_DTYPE, assert_close
 from qwen_onnx import contract
 from qwen_onnx.errors import NonFiniteLogitsError, UserError
 from qwen_onnx.runners.chat import Chat
+from qwen_onnx.runners.providers import missing_library
 from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import SessionOptions, missing_library
+from qwen_onnx.runners.session import SessionOptions
 
 Export = Callable[..., Exported]
 
@@ -126,7 +127,7 @@ def test_a_provider_that_cannot_start_says_what_is_missing(provider: str, export
 
 
 def test_auto_is_the_cpu_without_cuda(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qwen_onnx.runners.session.missing_library", lambda provider: f"no {provider}.so")
+    monkeypatch.setattr("qwen_onnx.runners.providers.missing_library", lambda provider: f"no {provider}.so")
     runner = Runner(exported("qwen2").folder, SessionOptions("auto", threads=1))
     assert runner.provider == "cpu"
     with pytest.raises(UserError, match="choose auto, cpu, cuda or tensorrt"):

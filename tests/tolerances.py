@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwen_onnx.tolerances import BF16, F16, F32, Tolerance
+from qwen_onnx.tolerances import BF16, F16, F32, OF_TYPE, Tolerance
 
-__all__ = ["BF16", "F16", "F32", "Tolerance"]
+__all__ = ["BF16", "F16", "F32", "OF_TYPE", "Tolerance"]
 
 F32_ORDER = Tolerance(2e-5, "both sides f32, the same sums taken in another order or blocking; 7e-6 was seen")
 F16_ORDER = Tolerance(0.02, "both sides f16, a rounding more or less where a runtime fused nodes; 0 was seen")
-BF16_ON_CPU = Tolerance(2e-4, "weights are bf16 on both sides, and all that is computed is f32: as F32")
+NARROW_ON_CPU = Tolerance(2e-4, "weights are rounded on both sides, and all that is computed is f32: as F32")
 TRANSFORMERS_F32 = Tolerance(2e-4, "both sides f32, each as far from the truth as F32 says; 3e-5 was seen")
 EXACT = Tolerance(0.0, "the same operations on the same numbers")
 
@@ -33,5 +33,5 @@ def assert_close(found: np.ndarray, wanted: np.ndarray, tolerance: Tolerance) ->
     assert worst <= tolerance.bound, f"{worst:.2e} apart, {tolerance.bound:.0e} allowed: {tolerance.reason}"
 
 
-OF_DTYPE = {"f32": F32, "f16": F16, "bf16": BF16_ON_CPU}
-"""For an export run on the CPU provider, against the reference on the exported weights."""
+OF_DTYPE = {"f32": F32, "f16": NARROW_ON_CPU, "bf16": NARROW_ON_CPU}
+"""For an export that a runner runs on the CPU provider, against the reference on the exported weights."""

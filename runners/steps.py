@@ -1,0 +1,141 @@
+"""Opens a graph of an export as the kind of steps that its lowering asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qwen_onnx import contract
+from qwen_onnx.contract import GraphSpec, Manifest, TensorSpec
+from qwen_onnx.errors import UserError
+from qwen_onnx.runners.bindings import CacheNames, run_bound
+from qwen_onnx.runners.engine import Engine, open_engine
+from qwen_onnx.runners.feeds import CaptureFeeds, ContribFeeds
+from qwen_onnx.runners.fixed_steps import FixedSteps
+from qwen_onnx.runners.growing_steps import GrowingCache, GrowingSteps
+from qwen_onnx.runners.kv_cache import KVCache
+from qwen_onnx.runners.libraries import cuda_libraries
+from qwen_onnx.runners.session import SessionOptions, open_session, verify_sizes
+from qwen_onnx.runners.sliced_steps import SlicedSteps
+
+DEVICES = {"cpu": "cpu", "cuda": "cuda", "tensorrt": "cuda"}
+"""Where a provider's OrtValues lie."""
+
+
+class Steps(Protocol):
+    """Tokens in, logits out."""
+
+    chooses: bool
+    """The graph ends in the choice of the token: this is a FixedSteps."""
+
+    def advance(self, cache: KVCache, input_ids: NDArray[np.int64], start: int) -> None:
+        """Compute tokens [batch, S], which the cache counts from slot `start` on."""
+
+    def logits(self, cache: KVCache) -> NDArray[np.float32]:
+        """The f32 logits [batch, vocab] after the step just made with this cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A graph ready to run."""
+
+    graph: GraphSpec
+    steps: Steps
+    engine: Engine | None
+    """On TensorRT."""
+    grow_session: Any
+    """None where the cache grows by itself."""
+    device: str
+    """`cpu` or `cuda`, as OrtValues name it."""
+
+    @property
+    def cache_spec(self) -> TensorSpec:
+        """The first cache input; all are alike."""
+        return next(spec for spec in self.graph.inputs if spec.name.startswith("past_key_values."))
+
+    def new_cache(self, *, batch_size: int, limit: int) -> KVCache:
+        """An empty cache for this graph.
+
+        Raises:
+            UserError: it does not fit on the device, or is a batch that an engine was not built for.
+        """
+        if self.engine is not None and batch_size != 1:
+            raise UserError(
+                f"a batch of {batch_size}: engines of TensorRT are built for 1; use --provider cuda"
+            )
+        count = sum(spec.name.startswith("past_key_values.") for spec in self.graph.inputs)
+        kind = GrowingCache if isinstance(self.steps, GrowingSteps) else KVCache
+        idle = self.steps.idle if isinstance(self.steps, FixedSteps) else None
+        return kind(self.cache_spec, count, self.device, batch_size=batch_size, limit=limit, idle=idle)
+
+    def grow(self, small: Any, large: Any) -> None:
+        """Copy a cache buffer into the front of a larger one, on the device."""
+        binding = self.grow_session.io_binding()
+        binding.bind_ortvalue_input(contract.GROW_FROM, small)
+        binding.bind_ortvalue_input(contract.GROW_INTO, large)
+        binding.bind_ortvalue_output(contract.GROW_RESULT, large)
+        run_bound(self.grow_session, binding)
+
+
+def _cudnn_fault() -> str | None:
+    """Why cuDNN does not load; of our operators ArgMax alone needs it, so CUDA starts without."""
+    return next((library.fault for library in cuda_libraries() if "cudnn" in library.name), None)
+
+
+def open_graph(
+    folder: Path,
+    manifest: Manifest,
+    provider: str,
+    options: SessionOptions,
+    *,
+    context_length: int,
+    prefill_chunk: int,
+) -> Opened:
+    """The graph of an export that serves prefill and decode on a provider that was seen to start.
+
+    Raises:
+        UserError: the export has none, is damaged, or does not load.
+    """
+    graph = manifest.graph("greedy" if options.greedy_on_device else "prefill", provider)
+    verify_sizes(folder, manifest, graph)
+    names, vocab_size = CacheNames.of(manifest.num_hidden_layers), manifest.vocab_size
+    device = DEVICES[provider]
+    one_thread = dataclasses.replace(options, threads=1)
+    if graph.lowering == "portable":
+        if provider == "tensorrt":
+            session, engine = open_engine(
+                folder, manifest, graph, options, capacity=context_length, prefill_chunk=prefill_chunk
+            )
+        else:
+            session, engine = open_session(folder / graph.file, provider, options), None
+        # One node: not worth an engine.
+        shrink = open_session(folder / manifest.graph("shrink", provider).file, device, one_thread)
+        growing = GrowingSteps(session, shrink, names, device=device, vocab_size=vocab_size)
+        return Opened(graph, growing, engine, None, device)
+
+    # Weights of another type are cast to f32 copies at load anyway: there is nothing to map.
+    mapped = provider == "cpu" and manifest.dtype == "f32"
+    capture = provider == "cuda" and options.cuda_graph
+    if provider == "cuda" and graph.entry == "greedy" and (fault := _cudnn_fault()):
+        raise UserError(f"--greedy-on-device needs cuDNN for its argmax: {fault}; or leave it out")
+    session = open_session(folder / graph.file, provider, options, map_weights=mapped, capture=capture)
+    grow = open_session(folder / manifest.graph("grow", provider).file, provider, one_thread)
+    feeds: dict[str, type[CaptureFeeds] | type[ContribFeeds]] = {
+        "static-capture": CaptureFeeds,
+        "contrib": ContribFeeds,
+    }
+    steps: Steps
+    if graph.lowering == "static":
+        steps = SlicedSteps(session, names, vocab_size=vocab_size)
+    elif graph.lowering in feeds:
+        steps = FixedSteps(
+            session, names, feeds[graph.lowering](), device=device, vocab_size=vocab_size, capture=capture,
+            chooses=graph.entry == "greedy",
+        )  # fmt: skip
+    else:
+        raise UserError(f"{graph.file}: lowering {graph.lowering!r} is not known to this version")
+    return Opened(graph, steps, None, grow, device)

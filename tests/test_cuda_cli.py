@@ -1,0 +1,70 @@
+"""`qwen-onnx run` where CUDA starts, and where one of its libraries is missing."""
+
+# ruff: noqa: F811 - a test's parameter has the name of the fixture that is imported
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import cuda_stand_ins
+import pytest
+from chats import tiny
+from cuda_fixtures import stand_ins  # noqa: F401
+from cuda_runs import ENVIRONMENT
+
+PROGRAM = "from qwen_onnx.cli import main\nmain()"
+ANSWER = ("-p", "Hi", "--max-new-tokens", 3, "--ignore-eos")
+
+
+def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return cuda_stand_ins.run(folder, PROGRAM, "run", *arguments, env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_auto_is_cuda_where_it_starts_and_says_so(dtype: str, stand_ins: Path) -> None:
+    done = run(stand_ins, tiny(dtype), *ANSWER, "--provider", "auto")
+    assert (done.returncode, done.stderr) == (0, "provider: cuda\n")
+    assert done.stdout.endswith("\n")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_cuda_asked_for_by_name(dtype: str, stand_ins: Path) -> None:
+    done = run(stand_ins, tiny(dtype), *ANSWER, "--provider", "cuda")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def without(stand_ins: Path, folder: Path, library: str) -> Path:
+    """A copy of the stand-ins that lacks a library."""
+    shutil.copytree(stand_ins, folder, symlinks=True)
+    gone = [path for path in folder.iterdir() if path.name.startswith(f"{library}.so")]
+    for path in gone:
+        path.unlink()
+    assert gone
+    return folder
+
+
+def test_without_cudnn_all_but_the_argmax_runs(stand_ins: Path, tmp_path: Path) -> None:
+    """A gigabyte to install for one reduction; or a failure in the middle of an answer."""
+    folder = without(stand_ins, tmp_path / "some", "libcudnn")
+    for dtype in ("f32", "f16"):
+        assert run(folder, tiny(dtype), *ANSWER, "--provider", "cuda").returncode == 0
+    done = run(folder, tiny(), *ANSWER, "--provider", "cuda", "--greedy-on-device")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--greedy-on-device needs cuDNN for its argmax: libcudnn" in done.stderr
+
+
+@pytest.mark.parametrize("library", ["libcublas", "libcublasLt"])
+def test_a_missing_library_is_named_in_one_line(library: str, stand_ins: Path, tmp_path: Path) -> None:
+    """A traceback, or an answer from the CPU with nobody told."""
+    folder = without(stand_ins, tmp_path / "some", library)
+    done = run(folder, tiny(), *ANSWER, "--provider", "cuda")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: provider cuda cannot start: ")
+    assert library in line
+
+    done = run(folder, tiny(), *ANSWER, "--provider", "auto")
+    assert done.returncode == 0
+    assert done.stderr == "provider: cpu\n"
