@@ -7,37 +7,28 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 import psutil
-import safetensors.numpy
+from checkpoint import QWEN_05B, write_checkpoint
 
 from qwen_onnx import export
 from qwen_onnx.runners.session import installed_distributions
-
-SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 896,
-    "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
-}  # fmt: skip
 
 CHILD = """
 import re, statistics, sys, time
 from pathlib import Path
 import numpy as np
-from qwen_onnx.runners import runner, session
+from qwen_onnx.runners import runner, session, steps
 
 setting, folder = sys.argv[1:]
 if setting == "repacked":
-    opened = session.open_session
-    runner.open_session = lambda *args, map_weights=False: opened(*args)
+    opened = steps.open_session
+    steps.open_session = lambda *args, map_weights=False, **named: opened(*args, **named)
 begun = time.perf_counter()
 model = runner.Runner(Path(folder), session.SessionOptions("cpu"))
 loaded = time.perf_counter() - begun
@@ -59,27 +50,6 @@ print(f"| {setting} | {loaded:.2f} | {ttft:.0f} | {speed:.1f} | {anonymous:,.0f}
 """
 
 
-def write_checkpoint(folder: Path) -> None:
-    """Random bf16 weights, scaled so that activations stay of order 1."""
-    rng, hidden, wide = np.random.default_rng(0), SHAPE["hidden_size"], SHAPE["intermediate_size"]
-    shapes = {"model.embed_tokens.weight": (SHAPE["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    for layer in range(SHAPE["num_hidden_layers"]):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{layer}.{norm}.weight"] = (hidden,)
-        for name, rows in (("q_proj", 896), ("k_proj", 128), ("v_proj", 128)):
-            shapes |= {f"{attention}.{name}.weight": (rows, hidden), f"{attention}.{name}.bias": (rows,)}
-        shapes |= {f"{attention}.o_proj.weight": (hidden, 896), f"{mlp}.down_proj.weight": (hidden, wide)}
-        shapes |= {f"{mlp}.{name}.weight": (wide, hidden) for name in ("gate_proj", "up_proj")}
-    tensors = {}
-    for name, shape in shapes.items():
-        values = rng.standard_normal(shape, np.float32) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.2)
-        tensors[name] = (values + name.endswith("norm.weight")).astype(ml_dtypes.bfloat16)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPE))
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -92,7 +62,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
-        write_checkpoint(model)
+        write_checkpoint(model, QWEN_05B)
         print("| export | seconds |\n|---|---|")
         for dtype in ("f32", "f16", "bf16"):
             summary = export(model, Path(scratch) / dtype, dtype=dtype)
