@@ -152,8 +152,12 @@ class DirectCache:
         *,
         entry: str | None = None,
         position_ids: np.ndarray | None = None,
+        after: int = 1,
     ) -> np.ndarray:
-        """[B, S] tokens under a mask [B, T] of all live slots -> logits f32 [B, V] of each row's last token."""
+        """[B, S] tokens under a mask [B, T] of all live slots -> logits f32 [B, V] of each row's last token.
+
+        `after` is the mask of the slots that are not live, where the graph asks for it.
+        """
         write_indices = np.asarray(write_indices, np.int64)
         queries, live = input_ids.shape[1], attention_mask.shape[1]
         slots = write_indices[:, None] + np.arange(queries)
@@ -168,7 +172,7 @@ class DirectCache:
                 buffer[row][:, own] = np.nan if sliced else -1e3
         if not sliced:
             beyond = ((0, 0), (0, self.capacity - live))
-            attention_mask = np.pad(attention_mask, beyond, constant_values=1)
+            attention_mask = np.pad(attention_mask, beyond, constant_values=after)
         feeds = {
             contract.INPUT_IDS: np.ascontiguousarray(input_ids, np.int64),
             contract.ATTENTION_MASK: np.ascontiguousarray(attention_mask, np.int64),
