@@ -67,6 +67,7 @@ def load(
     cuda_graph: bool = True,
     tf32: bool = False,
     greedy_on_device: bool = False,
+    gpu_mem_limit: int | None = None,
     max_context: int | None = None,
 ) -> Chat:
     """Open an exported folder.
@@ -78,6 +79,7 @@ def load(
         cuda_graph: on CUDA, capture decode steps and replay them.
         tf32: on CUDA, let f32 products round their factors to 10 bits.
         greedy_on_device: choose the token in the graph, which feeds its own next step.
+        gpu_mem_limit: most bytes of weights and activations on the GPU; the cache is not counted.
         max_context: use fewer positions than the export holds.
 
     Raises:
@@ -87,5 +89,5 @@ def load(
     from qwen_onnx.runners.runner import Runner
     from qwen_onnx.runners.session import SessionOptions
 
-    options = SessionOptions(provider, threads, cuda_graph, tf32, greedy_on_device)
+    options = SessionOptions(provider, threads, cuda_graph, tf32, greedy_on_device, gpu_mem_limit)
     return Chat(Runner(Path(path), options, max_context=max_context))

@@ -103,6 +103,9 @@ def run(
         bool, typer.Option("--greedy-on-device", help="Choose the token in the graph, which feeds itself.")
     ] = False,
     tf32: Tf32 = False,
+    gpu_mem_limit: Annotated[
+        int | None, typer.Option(min=1, help="Most MiB of weights and activations on the GPU.")
+    ] = None,
     max_context: Annotated[
         int | None, typer.Option(help="Positions to use; default all of the export's.")
     ] = None,
@@ -120,8 +123,8 @@ def run(
         model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system,
         max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, provider=provider, dtype=dtype,
         revision=revision, threads=threads, cuda_graph=cuda_graph, tf32=tf32,
-        greedy_on_device=greedy_on_device, max_context=max_context, top_logits=top_logits, stats=stats,
-        as_json=as_json, cache_dir=cache_dir,
+        greedy_on_device=greedy_on_device, gpu_mem_limit=gpu_mem_limit, max_context=max_context,
+        top_logits=top_logits, stats=stats, as_json=as_json, cache_dir=cache_dir,
     )  # fmt: skip
     if code := run_model(options):
         raise typer.Exit(code)

@@ -42,6 +42,7 @@ class RunOptions:
     cuda_graph: bool
     tf32: bool
     greedy_on_device: bool
+    gpu_mem_limit: int | None
     max_context: int | None
     top_logits: int
     stats: bool
@@ -139,7 +140,12 @@ def _open(options: RunOptions) -> Chat:
     if options.dtype not in (None, held):
         raise UserError(f"{folder}: holds {held}, --dtype {options.dtype} asked for")
     session = SessionOptions(
-        options.provider, options.threads, options.cuda_graph, options.tf32, options.greedy_on_device
+        options.provider,
+        options.threads,
+        options.cuda_graph,
+        options.tf32,
+        options.greedy_on_device,
+        None if options.gpu_mem_limit is None else options.gpu_mem_limit << 20,
     )
     chat = Chat(Runner(folder, session, max_context=options.max_context))
     if options.provider == "auto":

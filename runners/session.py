@@ -44,6 +44,8 @@ class SessionOptions:
     """Let f32 products on CUDA round their factors to 10 bits (TensorFloat-32)."""
     greedy_on_device: bool = False
     """Choose greedy tokens in the graph, which feeds its own next step."""
+    gpu_mem_limit: int | None = None
+    """Most bytes of a session on the GPU, weights and activations; the cache is not counted. None: no limit."""
 
 
 def import_onnxruntime(*, at_least: str = MIN_ONNXRUNTIME) -> Any:
@@ -112,7 +114,10 @@ def open_session(
     settings.intra_op_num_threads = threads
     if map_weights:
         settings.add_session_config_entry("session.disable_prepacking", "1")
-    chosen = {**provider_options(provider, tf32=options.tf32, capture=capture), **more}
+    chosen = {
+        **provider_options(provider, tf32=options.tf32, capture=capture, gpu_mem_limit=options.gpu_mem_limit),
+        **more,
+    }
     providers: list[Any] = [(PROVIDERS[provider], chosen)]
     unwanted = None
     if provider == "tensorrt":
@@ -134,16 +139,21 @@ def open_session(
     return session
 
 
-def provider_options(provider: str, *, tf32: bool = False, capture: bool = False) -> dict[str, str]:
+def provider_options(
+    provider: str, *, tf32: bool = False, capture: bool = False, gpu_mem_limit: int | None = None
+) -> dict[str, str]:
     """ONNX Runtime's provider options. TF32 is off unless asked for: f32 asked for is f32 computed."""
     if provider != "cuda":
         return {}
-    return {
+    options = {
         "use_tf32": str(int(tf32)),
         "enable_cuda_graph": str(int(capture)),
         "arena_extend_strategy": "kSameAsRequested",
         "sdpa_kernel": _SDPA_KERNELS,
     }
+    if gpu_mem_limit is not None:
+        options["gpu_mem_limit"] = str(gpu_mem_limit)
+    return options
 
 
 def available_cores() -> int:
