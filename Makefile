@@ -37,7 +37,7 @@ wheel:
 	$(VENV)/user/bin/python -m pip install -q --upgrade onnxruntime pytest pytest-xdist hypothesis
 	cd $(VENV) && user/bin/python -c "import onnxruntime; print('ONNX Runtime', onnxruntime.__version__)"
 	cd $(VENV) && user/bin/python -m pytest -q -n auto -c ../pyproject.toml --rootdir .. ../tests \
-		-m "not transformers and not slow and not stand_ins"
+		-m "not transformers and not slow and not gpu_wheel"
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.
 smoke: $(VENV)/installed

@@ -20,10 +20,10 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs the CUDA provider can be left out by its marker, as with a wheel that has none."""
+    """What runs the CUDA provider can be left out by its marker, as with a wheel that has none."""
     for item in items:
         if "stand_ins" in getattr(item, "fixturenames", ()):
-            item.add_marker("stand_ins")
+            item.add_marker("gpu_wheel")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -220,6 +220,7 @@ def test_engines_and_timings_are_kept_and_no_precision_is_named() -> None:
         tensorrt.tensorrt_options(Path("/cache"), key()["profile"], workspace=0)
 
 
+@pytest.mark.gpu_wheel
 @pytest.mark.skipif(
     PROVIDER not in import_onnxruntime().get_available_providers(),
     reason="this onnxruntime is built without the TensorRT provider",
