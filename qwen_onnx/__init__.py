@@ -90,4 +90,9 @@ def load(
     from qwen_onnx.runners.session import SessionOptions
 
     options = SessionOptions(provider, threads, cuda_graph, tf32, greedy_on_device, gpu_mem_limit)
-    return Chat(Runner(Path(path), options, max_context=max_context))
+    chat = Chat(Runner(Path(path), options, max_context=max_context))
+    if chat.runner.engine is not None and not chat.runner.engine.checked:
+        from qwen_onnx.engines import verify_engine  # here, because it imports what makes exports
+
+        verify_engine(chat)
+    return chat

@@ -13,9 +13,11 @@ import safetensors
 from numpy.typing import NDArray
 
 from qwen_onnx.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
-from qwen_onnx.contract import DTYPES, Golden, GraphSpec, Manifest, read_manifest, write_manifest
+from qwen_onnx.config import parse_config
+from qwen_onnx.contract import DTYPES, Golden, GraphSpec, Manifest, read_json, read_manifest, write_manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.exporter import hash_file
+from qwen_onnx.graph_plan import graph_plans
 from qwen_onnx.graphs.build import verify
 from qwen_onnx.hub import resolve_model
 from qwen_onnx.info import load_graph, tensor_spec
@@ -64,12 +66,13 @@ def check_export(
         UserError: not an export at all, or the provider does not start.
     """
     manifest = read_manifest(folder)
-    provider = choose_provider(provider, manifest, folder)
+    provider = choose_provider(provider, manifest)
     damaged = _damaged_files(folder, manifest)
     yield Finding(not damaged, f"files: {len(manifest.files)} as written" if not damaged else damaged[0])
     if damaged:
         return
     yield _finding(_check_manifest, folder, manifest)
+    yield _finding(_check_plan, folder, manifest)
     yield from (_check_weights(folder / name) for name in manifest.files if name.endswith(".safetensors"))
     for graph in manifest.graphs:
         yield _finding(_check_graph, folder, graph)
@@ -87,7 +90,10 @@ def check_export(
     yield Finding(True, f"runs: {chat.runner.graph.file} on {chat.runner.describe()}")
     if checkpoint is not None:
         yield _finding(_check_logits, chat, manifest, checkpoint)
-    yield _finding(check_golden, chat, manifest)
+    golden = _finding(check_golden, chat, manifest)
+    if chat.runner.engine is not None:
+        chat.runner.engine.mark(checked=golden.ok)
+    yield golden
 
 
 def _finding(check: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> Finding:
@@ -136,6 +142,21 @@ def _check_manifest(folder: Path, manifest: Manifest) -> Finding:
     if sorted(stop_ids(folder, tokenizer, template)) != sorted(manifest.eos_token_ids):
         return Finding(False, "manifest: eos_token_ids are not those of its config files and template")
     return Finding(True, "manifest: as its graphs, tables and config files say")
+
+
+def _check_plan(folder: Path, manifest: Manifest) -> Finding:
+    """Which graph serves which provider is what an export of this dtype has."""
+    config = parse_config(read_json(folder / "config.json"))
+    wanted = {
+        (plan.file, plan.entry, plan.lowering.name, plan.providers)
+        for plan in graph_plans(config, manifest.dtype)
+    }
+    found = {(graph.file, graph.entry, graph.lowering, graph.providers) for graph in manifest.graphs}
+    if odd := sorted(wanted ^ found):
+        file = odd[0][0]
+        return Finding(False, f"graphs: {file} is missing, or not for the providers that it is made for")
+    providers = sorted({provider for graph in manifest.graphs for provider in graph.providers})
+    return Finding(True, f"graphs: {len(found)}, for {', '.join(providers)}")
 
 
 def _check_weights(path: Path) -> Finding:
@@ -223,16 +244,27 @@ def _kl(p_logits: NDArray[np.float64], q_logits: NDArray[np.float64]) -> NDArray
 
 
 def check_golden(chat: Chat, manifest: Manifest) -> Finding:
-    """Greedy ids against the golden ones, which the CPU provider records first where there are none."""
-    folder, provider, golden = chat.runner.folder, chat.runner.provider, manifest.golden
+    """Greedy ids against the golden ones, as many as the context holds.
+
+    Where there are none the CPU provider records them first; where the manifest's do not fit, for this once.
+    """
+    folder, provider, context = chat.runner.folder, chat.runner.provider, chat.runner.context_length
+    golden = manifest.golden and manifest.golden.within(context)
     if golden is None:
-        on_cpu = chat if provider == "cpu" else Chat(Runner(folder, SessionOptions("cpu")))
-        golden = record_golden(on_cpu, _golden_prompt(on_cpu, manifest))
-        try:
-            write_manifest(folder, dataclasses.replace(manifest, golden=golden))
-            kept = "recorded"
-        except OSError as error:  # a folder that may only be read is no fault of the export
-            kept = f"not recorded ({error.strerror})"
+        on_cpu = (
+            chat if provider == "cpu" else Chat(Runner(folder, SessionOptions("cpu"), max_context=context))
+        )
+        prompt = _golden_prompt(on_cpu, manifest)[: max(1, context // 2)]
+        if len(prompt) >= context:
+            return Finding(True, f"golden ids: none, a context of {context} has no room for a prompt and one")
+        golden = record_golden(on_cpu, prompt)
+        kept = "made for this once"
+        if manifest.golden is None and context == manifest.context_length:
+            try:
+                write_manifest(folder, dataclasses.replace(manifest, golden=golden))
+                kept = "recorded"
+            except OSError as error:  # a folder that may only be read is no fault of the export
+                kept = f"not recorded ({error.strerror})"
         if provider == "cpu":
             return Finding(True, f"golden ids: {len(golden.token_ids)} {kept}, on the CPU provider")
     bound = logit_bound(chat.runner.compute_dtype, layers=manifest.num_hidden_layers, largest=0.0)

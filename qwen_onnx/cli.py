@@ -104,7 +104,7 @@ def run(
     ] = False,
     tf32: Tf32 = False,
     gpu_mem_limit: Annotated[
-        int | None, typer.Option(min=1, help="Most MiB of weights and activations on the GPU.")
+        int | None, typer.Option(min=1, max=1 << 40, help="On CUDA, most MiB of weights and activations.")
     ] = None,
     max_context: Annotated[
         int | None, typer.Option(help="Positions to use; default all of the export's.")

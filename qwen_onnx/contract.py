@@ -38,6 +38,14 @@ LOGITS = "logits"
 NEXT = "next_"
 """What an output is called that becomes an input of the next step: `next_input_ids` and so on."""
 
+STEP_INPUTS = {
+    "static": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
+    "static-capture": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
+    "contrib": {SEQLENS_K, TOTAL_SEQUENCE_LENGTH},
+    "portable": {ATTENTION_MASK, POSITION_IDS},
+}
+"""What the graphs of each lowering take in beside ids and cache; `greedy` takes LOGIT_BIAS too."""
+
 BATCH = "batch_size"
 SEQUENCE = "sequence_length"
 LIVE = "total_sequence_length"
@@ -106,6 +114,13 @@ class Golden:
     token_ids: tuple[int, ...]
     margins: tuple[float, ...]
     """Best logit minus second best, at each step: how near each choice was."""
+
+    def within(self, context_length: int) -> Golden | None:
+        """As much of it as so many positions hold; None when the prompt leaves no room for an id."""
+        room = context_length - len(self.prompt_ids)
+        if room < 1:
+            return None
+        return dataclasses.replace(self, token_ids=self.token_ids[:room], margins=self.margins[:room])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +236,15 @@ def _fault(manifest: Manifest) -> str | None:
     for graph in manifest.graphs:
         if any(spec.name in cache and len(spec.shape) != 4 for spec in graph.inputs):
             return f"{graph.file} has a cache that is not [batch, heads, slots, size]"
-        if graph.entry not in ("grow", "shrink") and not cache <= {spec.name for spec in graph.inputs}:
+        if graph.entry in ("grow", "shrink"):
+            continue
+        names = {spec.name for spec in graph.inputs}
+        if cache != {name for name in names if name.startswith("past_key_values.")}:
             return f"{graph.file} has no cache of {manifest.num_hidden_layers} layers"
+        if graph.lowering not in STEP_INPUTS:
+            return f"{graph.file} is of lowering {graph.lowering!r}, which this version does not know"
+        if names - cache - {INPUT_IDS, LOGIT_BIAS} != STEP_INPUTS[graph.lowering]:
+            return f"{graph.file} has not the inputs of lowering {graph.lowering}"
     if (golden := manifest.golden) is not None:
         ids = (*golden.prompt_ids, *golden.token_ids)
         if not golden.prompt_ids or not golden.token_ids or len(golden.margins) != len(golden.token_ids):

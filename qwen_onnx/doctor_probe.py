@@ -15,46 +15,24 @@ from typing import Any
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.driver import driver, gpus
 from qwen_onnx.runners.libraries import cuda_libraries, tensorrt_library
-from qwen_onnx.runners.providers import missing_library
-from qwen_onnx.runners.session import PROVIDERS, first_line, import_onnxruntime, provider_options
+from qwen_onnx.runners.providers import missing_library, run_one_node
+from qwen_onnx.runners.session import SILENT, first_line, import_onnxruntime
 
 MARK = "qwen-onnx doctor: "
-_SILENT = 4
-# y = x + x on two float32, opset 13: bytes, so that a broken onnx cannot hide what ONNX Runtime does.
-ONE_NODE = bytes.fromhex(
-    "08083a370a0e0a01780a0178120179220341646412036164645a0f0a0178120a0a08080112040a0208026"
-    "20f0a0179120a0a08080112040a02080242040a00100d"
-)
 
 
 def start_fault(provider: str) -> str | None:
     """Why a session of one node does not start and compute on this provider; None when it does."""
     missing = None
     try:
+        import_onnxruntime().set_default_logger_severity(SILENT)
         # What pip installed is loaded on the way, and a fault named here says more than the session's own.
         missing = None if provider == "cpu" else missing_library(provider)
-        _run_one_node(provider)
+        if (found := run_one_node(provider)) != [3.0, -4.0]:
+            raise UserError(f"it computes 1.5 + 1.5 and -2 + -2 as {found}")
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         return missing or first_line(error)
     return None
-
-
-def _run_one_node(provider: str) -> None:
-    ort = import_onnxruntime()
-    import numpy as np
-
-    ort.set_default_logger_severity(_SILENT)
-    settings = ort.SessionOptions()
-    settings.log_severity_level = _SILENT
-    if provider != "cpu":
-        settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    wanted = [(PROVIDERS[provider], provider_options(provider))]
-    session = ort.InferenceSession(ONE_NODE, settings, providers=wanted, enable_fallback=False)
-    if session.get_providers()[0] != PROVIDERS[provider]:
-        raise UserError(f"ONNX Runtime fell back to {session.get_providers()[0]}")
-    (found,) = session.run(None, {"x": np.array([1.5, -2.0], np.float32)})
-    if found.tolist() != [3.0, -4.0]:
-        raise UserError(f"it computes 1.5 + 1.5 and -2 + -2 as {found.tolist()}")
 
 
 def answers(subject: str, *arguments: str) -> Iterator[tuple[str, Any]]:

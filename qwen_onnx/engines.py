@@ -1,4 +1,4 @@
-"""TensorRT engines built ahead or on the way: never used before they gave the tokens that the CPU gives."""
+"""TensorRT engines built ahead or on the way: none is used before it chose the tokens that the CPU chooses."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def build_engine(folder: Path, *, max_context: int | None, report: Callable[[str
 
 
 def verify_engine(chat: Chat) -> str:
-    """Compare greedy ids with the golden ones; what was found, in one line.
+    """Compare greedy ids with the golden ones; what was found, in one line. The engine then counts as checked.
 
     Raises:
         UserError: they differ. The engine is deleted, so that no later run takes it for good.
     """
-    finding = check_golden(chat, chat.runner.manifest)
-    if not finding.ok:
-        if chat.runner.engine is not None:
-            shutil.rmtree(chat.runner.engine.folder, ignore_errors=True)
+    finding, engine = check_golden(chat, chat.runner.manifest), chat.runner.engine
+    if engine is not None and finding.ok:
+        engine.mark(checked=True)
+    elif engine is not None:
+        shutil.rmtree(engine.folder, ignore_errors=True)
         raise UserError(f"TensorRT's engine was deleted: {finding.text}; use --provider cuda")
     return finding.text

@@ -93,6 +93,7 @@ def export_model(
                 writer.write_weights()
             writer.write_graphs()
             writer.copy_side_files()
+            golden = golden and golden.within(positions)
             manifest = _manifest(source, writer, text.eos_token_ids, golden)
             contract.write_manifest(folder, manifest)
     except OSError as error:

@@ -152,7 +152,7 @@ def _open(options: RunOptions) -> Chat:
         print(f"provider: {chat.runner.provider}", file=sys.stderr)
     if chat.runner.engine is not None:
         print(chat.runner.engine.describe(), file=sys.stderr)
-    if chat.runner.engine is not None and chat.runner.engine.state == "built":
+    if chat.runner.engine is not None and not chat.runner.engine.checked:
         from qwen_onnx.engines import verify_engine  # here, because it imports what makes exports
 
         print(verify_engine(chat), file=sys.stderr)

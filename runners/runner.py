@@ -50,8 +50,10 @@ class Runner:
         self.options = options = options or SessionOptions()
         self.folder, self.manifest = folder, read_manifest(folder)
         import_onnxruntime(at_least=self.manifest.min_onnxruntime)
-        self.provider = choose_provider(options.provider, self.manifest, folder)
+        self.provider = choose_provider(options.provider, self.manifest)
         self.context_length = _context(self.manifest, max_context, self.provider)
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk {prefill_chunk}: 1 or more wanted")
         self._prefill_chunk = min(prefill_chunk, self.context_length)
         self._opened = open_graph(
             folder,
@@ -216,6 +218,8 @@ def _context(manifest: Manifest, max_context: int | None, provider: str) -> int:
     if max_context is None:
         held = manifest.context_length
         return min(held, DEFAULT_CAPACITY) if provider == "tensorrt" else held
+    if type(max_context) is not int:
+        raise UserError(f"max_context {max_context!r}: a whole number wanted, or None")
     if not 0 < max_context <= manifest.context_length:
         raise UserError(f"--max-context {max_context}: this export holds {manifest.context_length} positions")
     return max_context

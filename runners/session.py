@@ -23,7 +23,8 @@ PROVIDERS = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
-_ERRORS = 3
+SILENT = 4
+"""ONNX Runtime's log level that prints nothing: its errors come as exceptions, and are said once."""
 # Flash, memory-efficient and unfused attention, and not cuDNN's, which Hopper would get: it plans anew for each
 # length of prompt, and rotates and appends in kernels of their own.
 _SDPA_KERNELS = str(1 + 2 + 16)
@@ -32,7 +33,11 @@ _MOST_THREADS = 1024  # far above any machine's cores; making more of them takes
 
 @dataclasses.dataclass(frozen=True)
 class SessionOptions:
-    """What a user may choose of a session."""
+    """What a user may choose of a session.
+
+    Raises:
+        UserError: a value that is none of its kind.
+    """
 
     provider: str = "auto"
     """auto, cpu, cuda or tensorrt."""
@@ -45,7 +50,17 @@ class SessionOptions:
     greedy_on_device: bool = False
     """Choose greedy tokens in the graph, which feeds its own next step."""
     gpu_mem_limit: int | None = None
-    """Most bytes of a session on the GPU, weights and activations; the cache is not counted. None: no limit."""
+    """Most bytes of a session on CUDA, weights and activations; the cache is not counted. None: no limit."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "gpu_mem_limit"):
+            if type(value := getattr(self, name)) not in (int, type(None)):
+                raise UserError(f"{name} {value!r}: a whole number wanted, or None")
+        if self.gpu_mem_limit is not None and not 0 < self.gpu_mem_limit < 2**63:
+            raise UserError(f"gpu_mem_limit {self.gpu_mem_limit}: 1 to {2**63 - 1} bytes wanted")
+        for name in ("cuda_graph", "tf32", "greedy_on_device"):
+            if type(getattr(self, name)) is not bool:
+                raise UserError(f"{name} {getattr(self, name)!r}: True or False wanted")
 
 
 def import_onnxruntime(*, at_least: str = MIN_ONNXRUNTIME) -> Any:
@@ -105,7 +120,7 @@ def open_session(
     """
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
-    settings.log_severity_level = _ERRORS
+    settings.log_severity_level = SILENT
     threads = options.threads
     if threads is None:  # on a GPU what is left to the CPU is the arithmetic of shapes
         threads = available_cores() if provider == "cpu" else 1
@@ -131,6 +146,11 @@ def open_session(
             str(path), settings, providers=providers, enable_fallback=0, disabled_optimizers=unwanted
         )
     except Exception as error:  # ONNX Runtime's exceptions share no base class
+        if options.gpu_mem_limit is not None and "bfc_arena" in str(error):
+            limit = f"{options.gpu_mem_limit:,} bytes of GPU memory"
+            raise UserError(
+                f"{path}: {limit}, the limit given, are too few for it; raise --gpu-mem-limit"
+            ) from None
         raise UserError(f"{path}: ONNX Runtime cannot load it: {first_line(error)}") from None
     if session.get_providers()[0] != PROVIDERS[provider]:
         raise UserError(

@@ -113,7 +113,9 @@ def open_graph(
         else:
             session, engine = open_session(folder / graph.file, provider, options), None
         # One node: not worth an engine.
-        shrink = open_session(folder / manifest.graph("shrink", provider).file, device, one_thread)
+        shrink_graph = manifest.graph("shrink", provider)
+        verify_sizes(folder, manifest, shrink_graph)
+        shrink = open_session(folder / shrink_graph.file, device, one_thread)
         growing = GrowingSteps(session, shrink, names, device=device, vocab_size=vocab_size)
         return Opened(graph, growing, engine, None, device)
 
@@ -123,7 +125,9 @@ def open_graph(
     if provider == "cuda" and graph.entry == "greedy" and (fault := _cudnn_fault()):
         raise UserError(f"--greedy-on-device needs cuDNN for its argmax: {fault}; or leave it out")
     session = open_session(folder / graph.file, provider, options, map_weights=mapped, capture=capture)
-    grow = open_session(folder / manifest.graph("grow", provider).file, provider, one_thread)
+    grow_graph = manifest.graph("grow", provider)
+    verify_sizes(folder, manifest, grow_graph)
+    grow = open_session(folder / grow_graph.file, provider, one_thread)
     feeds: dict[str, type[CaptureFeeds] | type[ContribFeeds]] = {
         "static-capture": CaptureFeeds,
         "contrib": ContribFeeds,

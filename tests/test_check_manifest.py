@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,55 @@ def test_inputs_that_the_graph_does_not_have(folder: Path) -> None:
     raw = json.loads((folder / "export.json").read_text())
     raw["graphs"][0]["inputs"][0]["name"] = "ids"
     set_raw(folder, graphs=raw["graphs"])
+    assert "has not the inputs of lowering static" in command("check", folder, "--provider", "cpu").error
+
+
+def test_outputs_that_the_graph_does_not_have(folder: Path) -> None:
+    raw = json.loads((folder / "export.json").read_text())
+    raw["graphs"][0]["outputs"][0]["shape"][2] += 1
+    set_raw(folder, graphs=raw["graphs"])
     assert "other inputs or outputs" in command("check", folder, "--provider", "cpu").out
+
+
+def change_graphs(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    raw = json.loads((folder / "export.json").read_text())
+    for graph in raw["graphs"]:
+        change(graph)
+    set_raw(folder, graphs=raw["graphs"])
+
+
+def test_graphs_that_serve_other_providers_than_they_were_made_for(folder: Path) -> None:
+    """The graph for a GPU taken by the CPU: it runs, and is not what was checked."""
+    swapped = {"cpu": "cuda", "cuda": "cpu"}
+    change_graphs(
+        folder, lambda graph: graph.update(providers=[swapped.get(p, p) for p in graph["providers"]])
+    )
+    assert "MISMATCH: graphs: " in command("check", folder, "--provider", "cpu").out
+
+
+@pytest.mark.parametrize("lowering", ["magic", "contrib", "portable"])
+def test_a_lowering_that_the_graph_is_not_of(lowering: str, folder: Path) -> None:
+    """A traceback from the runtime about an input that nobody fed."""
+    change_graphs(
+        folder, lambda graph: graph.update(lowering=lowering) if graph["file"] == "prefill.onnx" else None
+    )
+    for verb in (["run", folder, "-p", "Hi"], ["check", folder]):
+        assert f"lowering {lowering}" in command(*verb, "--provider", "cpu").error.replace("'", "")
+
+
+def test_another_number_of_layers(folder: Path) -> None:
+    raw = json.loads((folder / "export.json").read_text())
+    set_raw(folder, num_hidden_layers=raw["num_hidden_layers"] - 1)
+    assert "has no cache of" in command("run", folder, "-p", "Hi", "--provider", "cpu").error
+
+
+@pytest.mark.parametrize("context", [1, 2, 16, 31, 32, 40, 62, 63])
+def test_an_export_too_short_for_the_golden_ids_is_good(context: int, tmp_path: Path) -> None:
+    """Ids recorded of a longer context, and a good export called bad."""
+    out = tmp_path / "short"
+    assert command("export", "tiny", out, "--max-context", context).code == 0
+    ran = command("check", out, "--provider", "cpu")
+    assert ran.code == 0, ran.err
 
 
 def test_golden_ids_that_are_all_wrong(folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cuda_stand_ins
 import pytest
-from chats import tiny
+from chats import copy_export, tiny
 from cuda_fixtures import stand_ins  # noqa: F401
 from cuda_runs import ENVIRONMENT
 
@@ -85,3 +85,27 @@ def test_a_limit_of_memory_is_kept_and_named(stand_ins: Path) -> None:
     done = run(stand_ins, tiny(), *ANSWER, "--provider", "cuda", "--gpu-mem-limit", 1)
     assert (done.returncode, done.stdout) == (1, "")
     assert "emory" in done.stderr.splitlines()[-1]
+
+
+def test_a_device_for_which_there_are_no_kernels_is_not_taken(stand_ins: Path) -> None:
+    """Libraries load, a session opens, and the first kernel fails: a GPU older or newer than the wheel."""
+    env = {**ENVIRONMENT, "QWEN_STAND_IN_FAIL_LAUNCHES": "1"}
+
+    def run_on(provider: str) -> subprocess.CompletedProcess[str]:
+        return cuda_stand_ins.run(stand_ins, PROGRAM, "run", tiny(), *ANSWER, "--provider", provider, env=env)
+
+    done = run_on("auto")
+    assert (done.returncode, done.stderr) == (0, "provider: cpu\n")
+    done = run_on("cuda")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: provider cuda cannot start: ")
+
+
+def test_a_damaged_export_is_not_taken_for_a_missing_device(stand_ins: Path, tmp_path: Path) -> None:
+    folder = copy_export(tiny("f16"), tmp_path / "damaged")
+    (folder / "grow.onnx").write_bytes(b"")
+    for provider in ("auto", "cuda"):
+        done = run(stand_ins, folder, *ANSWER, "--provider", provider)
+        assert done.returncode == 1
+        assert "grow.onnx: 0 bytes found" in done.stderr

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 
 from qwen_onnx import doctor_probe
 from qwen_onnx.doctor import Answers, ask
+from qwen_onnx.runners import providers
 from qwen_onnx.runners.session import PROVIDERS
 
 
@@ -58,7 +59,7 @@ def test_the_model_of_one_node_is_what_it_is_said_to_be() -> None:
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "add", value[:1], value[1:])
     wanted = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    found = onnx.load_model_from_string(doctor_probe.ONE_NODE)
+    found = onnx.load_model_from_string(providers.ONE_NODE)
     onnx.checker.check_model(found, full_check=True)
     assert found == wanted
 
@@ -102,6 +103,7 @@ def test_only_a_session_that_computes_has_started(
         get_available_providers=lambda: list(PROVIDERS.values()),
         InferenceSession=lambda *arguments, **options: FakeSession(provider, answer),
     )
+    monkeypatch.setattr(providers, "import_onnxruntime", lambda: runtime)
     monkeypatch.setattr(doctor_probe, "import_onnxruntime", lambda: runtime)
     monkeypatch.setattr(doctor_probe, "missing_library", lambda name: missing)
     assert doctor_probe.start_fault("cuda") == fault
@@ -118,7 +120,7 @@ def test_of_a_cuda_error_what_cuda_says_is_told(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError(error)
 
     monkeypatch.setattr(doctor_probe, "missing_library", lambda name: None)
-    monkeypatch.setattr(doctor_probe, "_run_one_node", fail)
+    monkeypatch.setattr(doctor_probe, "run_one_node", fail)
     wanted = "CUDA failure 35: CUDA driver version is insufficient for CUDA runtime version"
     assert doctor_probe.start_fault("cuda") == wanted
 

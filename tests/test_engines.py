@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,14 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sessions:
     return opened
 
 
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """An export that may be written to: golden ids are recorded on the way."""
+    return copy_export(endless(), tmp_path / "own")
+
+
 def engines(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "engines").glob("*/*.engine"))
+    return sorted((tmp_path / "engines").glob("*/*/*.engine"))
 
 
 def test_build_builds_once_and_checks_the_golden_ids(tensorrt: Sessions, tmp_path: Path) -> None:
@@ -91,10 +98,10 @@ def test_an_engine_with_other_tokens_is_deleted(tensorrt: Sessions, tmp_path: Pa
 
 @pytest.mark.parametrize(("asked", "capacity"), [(None, 4096), (64, 64)])
 def test_one_number_sets_the_profile_and_the_context(
-    asked: int | None, capacity: int, tensorrt: Sessions, tmp_path: Path
+    asked: int | None, capacity: int, tensorrt: Sessions, own: Path
 ) -> None:
     """FIELD G1: shapes outside the engine's range, found out in the middle of an answer."""
-    chat = load(endless(), provider="tensorrt", max_context=asked)
+    chat = load(own, provider="tensorrt", max_context=asked)
     assert chat.runner.context_length == capacity
     (options,) = tensorrt
     longest = options["trt_profile_max_shapes"]
@@ -103,11 +110,11 @@ def test_one_number_sets_the_profile_and_the_context(
     assert not [option for option in options if "fp16" in option or "bf16" in option]
 
 
-def test_a_batch_or_a_greedy_graph_is_refused(tensorrt: Sessions) -> None:
-    chat = load(endless(), provider="tensorrt")
+def test_a_batch_or_a_greedy_graph_is_refused(tensorrt: Sessions, own: Path) -> None:
+    chat = load(own, provider="tensorrt")
     with pytest.raises(UserError, match="batch of 2: engines of TensorRT are built for 1"):
         chat.runner.new_cache(batch_size=2)
-    ran = command("run", endless(), "-p", "Hi", "--provider", "tensorrt", "--greedy-on-device")
+    ran = command("run", own, "-p", "Hi", "--provider", "tensorrt", "--greedy-on-device")
     assert "no greedy graph for tensorrt" in ran.error
 
 
@@ -124,3 +131,49 @@ def test_a_session_without_an_engine_is_no_success(
 def test_a_cache_that_cannot_be_made_is_one_line(tensorrt: Sessions, tmp_path: Path) -> None:
     (tmp_path / "engines").write_text("a file where a folder is wanted")
     assert "engines" in command("build", endless()).error
+
+
+def test_an_engine_counts_as_checked_only_when_the_check_came_to_its_end(
+    tensorrt: Sessions, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the check, and the next start takes the engine for good; so does Python, which never checked."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qwen_onnx.engines.check_golden", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load(own, provider="tensorrt")
+    assert len(engines(tmp_path)) == 1
+    checked = engines(tmp_path)[0].with_name("checked")
+    assert not checked.exists()
+    load(own, provider="tensorrt")
+    assert checked.exists()
+    engines(tmp_path)[0].unlink()  # built anew, it is another
+    with monkeypatch.context() as patch:
+        patch.setattr("qwen_onnx.engines.check_golden", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load(own, provider="tensorrt")
+    assert not checked.exists()
+
+
+@pytest.mark.parametrize("context", [1, 2, 20, 62])
+def test_a_context_too_short_for_the_golden_ids_is_checked_by_others(
+    context: int, tensorrt: Sessions, tmp_path: Path
+) -> None:
+    ran = command("build", tiny(), "--max-context", context)
+    assert ran.code == 0, ran.err
+    assert "golden ids: " in ran.out
+
+
+def test_rounded_products_have_engines_of_their_own(
+    tensorrt: Sessions, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT rounds f32 factors unless the environment says no; one engine for both would say what it is not."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "unset")
+    load(own, provider="tensorrt", tf32=True)
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "unset"
+    load(own, provider="tensorrt")
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert len({options["trt_engine_cache_path"] for options in tensorrt}) == 2
