@@ -25,7 +25,6 @@ def start_fault(provider: str) -> str | None:
     """Why a session of one node does not start and compute on this provider; None when it does."""
     missing = None
     try:
-        import_onnxruntime().set_default_logger_severity(SILENT)
         # What pip installed is loaded on the way, and a fault named here says more than the session's own.
         missing = None if provider == "cpu" else missing_library(provider)
         if (found := run_one_node(provider)) != [3.0, -4.0]:
@@ -70,6 +69,8 @@ def answers(subject: str, *arguments: str) -> Iterator[tuple[str, Any]]:
 def main() -> None:
     """Print the answers; what fails before them is one line on stderr and exit code 1."""
     try:
+        if "trial" in sys.argv:  # of its complaints the exception is told, once
+            import_onnxruntime().set_default_logger_severity(SILENT)
         for name, value in answers(*sys.argv[1:]):
             # A line of its own, whatever a library printed before it without ending its line.
             print(f"\n{MARK}{json.dumps([name, value])}", flush=True)
