@@ -1,4 +1,4 @@
-"""A random checkpoint of the 0.5B shape on a CPU: export, load, TTFT and decode, f32 weights mapped and repacked.
+"""A random checkpoint of the 0.5B shape on a CPU: export, load, TTFT and decode, in f32, int8 and int4.
 
 The settings take turns in processes of their own, and the table holds every run. Needs the bench extra.
 """
@@ -14,10 +14,20 @@ import tempfile
 from pathlib import Path
 
 import psutil
-from checkpoint import QWEN_05B, write_checkpoint
+from checkpoint import QWEN_05B, parameter_count, write_checkpoint
 
 from qwen_onnx import export
 from qwen_onnx.runners.session import installed_distributions
+
+EXPORTS: dict[str, tuple[str, int | None]] = {
+    "f32": ("f32", None),
+    "f16": ("f16", None),
+    "bf16": ("bf16", None),
+    "int8": ("int8", None),
+    "int4": ("int4", None),
+    "int4, blocks of 128": ("int4", 128),
+}
+"""Each with its dtype and block size."""
 
 CHILD = """
 import re, statistics, sys, time
@@ -26,7 +36,7 @@ import numpy as np
 from qwen_onnx.runners import runner, session, steps
 
 setting, folder = sys.argv[1:]
-if setting == "repacked":
+if setting == "f32, repacked":
     opened = steps.open_session
     steps.open_session = lambda *args, map_weights=False, **named: opened(*args, **named)
 begun = time.perf_counter()
@@ -63,15 +73,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         write_checkpoint(model, QWEN_05B)
-        print("| export | seconds |\n|---|---|")
-        for dtype in ("f32", "f16", "bf16"):
-            summary = export(model, Path(scratch) / dtype, dtype=dtype)
-            print(f"| {dtype} | {summary.seconds:.1f} |", flush=True)
-        print("\n| f32 weights | load, s | TTFT of 128, ms | decode, tokens/s | anonymous, MB |")
+        print("| export | seconds | bits a parameter |\n|---|---|---|")
+        for name, (dtype, block_size) in EXPORTS.items():
+            summary = export(model, Path(scratch) / name, dtype=dtype, block_size=block_size)
+            size = summary.manifest.files["weights.safetensors"].size
+            bits = 8 * size / parameter_count(QWEN_05B)
+            print(f"| {name} | {summary.seconds:.1f} | {bits:.2f} |", flush=True)
+        print("\n| weights | load, s | TTFT of 128, ms | decode, tokens/s | anonymous, MB |")
         print("|---|---|---|---|---|", flush=True)
         for _ in range(rounds):
-            for setting in ("repacked", "mapped"):
-                folder = Path(scratch) / "f32"
+            for setting in ("f32, repacked", "f32, mapped", *(name for name in EXPORTS if "int" in name)):
+                folder = Path(scratch) / setting.removesuffix(", repacked").removesuffix(", mapped")
                 subprocess.run([sys.executable, "-c", CHILD, setting, str(folder)], check=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnxscript import OpBuilder
 
+from qwen_onnx.contract import Blocks
 from qwen_onnx.graphs.state import KeyValue
 
 DOMAIN = "com.microsoft"
@@ -19,6 +20,43 @@ def fused_matmul(op: OpBuilder, x: ir.Value, weight_XD: ir.Value) -> ir.Value:
         raise ValueError("a product of unknown shapes")
     shape = ir.Shape([*x.shape[:-1], weight_XD.shape[0]])
     return op.FusedMatMul(x, weight_XD, transB=1, _domain=DOMAIN, _outputs=[_value(x, shape)])
+
+
+def matmul_nbits(
+    op: OpBuilder,
+    x_MD: ir.Value,
+    qweight: ir.Value,
+    scales: ir.Value,
+    bias_X: ir.Value | None,
+    *,
+    in_features: int,
+    blocks: Blocks,
+) -> ir.Value:
+    """x @ weight.T + bias, [M, in] -> [M, X], over a weight in blocks; its zero point is half the codes' range.
+
+    accuracy_level 4: activations are rounded to 8 bits, block by block, and products summed as integers.
+    """
+    if x_MD.shape is None or scales.shape is None:
+        raise ValueError("a product of unknown shapes")
+    out_features = int(scales.shape.numpy()[0])
+    inputs = [x_MD, qweight, scales] + ([] if bias_X is None else [None, None, bias_X])
+    return op.MatMulNBits(
+        *inputs, K=in_features, N=out_features, bits=blocks.bits, block_size=blocks.block_size,
+        accuracy_level=4, _domain=DOMAIN, _outputs=[_value(x_MD, ir.Shape([*x_MD.shape[:-1], out_features]))],
+    )  # fmt: skip
+
+
+def gather_block_quantized(
+    op: OpBuilder, qweight_VE: ir.Value, ids_BS: ir.Value, scales: ir.Value, *, size: int, blocks: Blocks
+) -> ir.Value:
+    """Rows of a table in blocks, [B, S, size]; the bytes are those that matmul_nbits reads."""
+    if ids_BS.shape is None:
+        raise ValueError("ids of unknown shape")
+    output = ir.Value(type=scales.type, shape=ir.Shape([*ids_BS.shape, size]))
+    return op.GatherBlockQuantized(
+        qweight_VE, ids_BS, scales, bits=blocks.bits, block_size=blocks.block_size, gather_axis=0, quantize_axis=1,
+        _domain=DOMAIN, _outputs=[output],
+    )  # fmt: skip
 
 
 def quick_gelu(op: OpBuilder, x: ir.Value) -> ir.Value:

@@ -23,6 +23,10 @@ class Linear(nn.Module):
         self.bias = nn.Parameter([out_features], precision.weights) if bias else None
         self.hidden = precision.hidden
 
+    def tie(self, embedding: Embedding) -> None:
+        """Read the embedding's weight: one initializer, two readers."""
+        self.weight = embedding.weight
+
     def forward(self, op: OpBuilder, x_MD: ir.Value) -> ir.Value:
         """[M, in] -> [M, out]."""
         weight_FD = as_type(op, self.weight, self.hidden)

@@ -10,7 +10,7 @@ from onnxscript import GraphBuilder, OpBuilder
 
 from qwen_onnx.config import QwenConfig
 from qwen_onnx.graphs.attention import Attention
-from qwen_onnx.graphs.layers import MLP, Linear, RMSNorm
+from qwen_onnx.graphs.layers import MLP, Embedding, Linear, RMSNorm
 from qwen_onnx.graphs.rotary import RotaryTables
 from qwen_onnx.graphs.state import Precision, Step
 
@@ -27,6 +27,9 @@ class Lowering:
     """Hidden states are [M, D] between the layers, not [B, S, D]."""
     linear: ClassVar[type[Linear]] = Linear
     norm: ClassVar[type[RMSNorm]] = RMSNorm
+    embedding: ClassVar[type[Embedding]] = Embedding
+    head: ClassVar[type[Linear] | None] = None
+    """None: as `linear`."""
     attention: type[Attention]
     mlp: type[MLP] = MLP
 

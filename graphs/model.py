@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.graphs.layers import Embedding, as_type
+from qwen_onnx.graphs.layers import as_type
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.rotary import RotaryTables
 from qwen_onnx.graphs.state import KeyValue, Precision, Step
@@ -43,7 +43,7 @@ class QwenModel(nn.Module):
 
     def __init__(self, config: QwenConfig, precision: Precision, lowering: Lowering) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, precision)
+        self.embed_tokens = lowering.embedding(config.vocab_size, config.hidden_size, precision)
         self.layers = nn.ModuleList(
             [DecoderLayer(config, precision, lowering) for _ in range(config.num_hidden_layers)]
         )
@@ -73,9 +73,10 @@ class QwenForCausalLM(nn.Module):
         super().__init__()
         self.rotary = RotaryTables(config, positions)
         self.model = QwenModel(config, precision, lowering)
-        self.lm_head = lowering.linear(config.hidden_size, config.vocab_size, precision, bias=False)
+        head = lowering.head or lowering.linear
+        self.lm_head = head(config.hidden_size, config.vocab_size, precision, bias=False)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight  # one initializer, two readers
+            self.lm_head.tie(self.model.embed_tokens)
         self.lowering = lowering
 
     def forward(

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
+from qwen_onnx.contract import Blocks
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -21,6 +23,8 @@ class Precision:
     """Of the initializers, as they lie in the weights file."""
     hidden: ir.DataType
     """Of the hidden states and the cache. Where it differs, weights are cast to it inside the graph."""
+    blocks: Blocks | None = None
+    """How the matrices of the layers are quantised."""
 
 
 class KeyValue(NamedTuple):

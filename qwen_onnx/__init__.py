@@ -29,6 +29,7 @@ def export(
     dtype: str = "f32",
     revision: str | None = None,
     max_context: int | None = None,
+    block_size: int | None = None,
     link: bool = False,
     force: bool = False,
 ) -> ExportSummary:
@@ -37,9 +38,10 @@ def export(
     Args:
         model: a Hub id, a checkpoint folder, or `tiny`.
         out: the folder to make; default `./NAME-DTYPE`.
-        dtype: `f32`, `f16` or `bf16`.
+        dtype: `f32`, `f16`, `bf16`, `int8` or `int4`.
         revision: branch, tag or commit of a Hub id.
         max_context: positions the export is made for; default the model's own context length.
+        block_size: weights that share a scale in int8 and int4: 16, 32, 64 or 128; default 32.
         link: hard-link the weights instead of copying them; only where no byte changes.
         force: replace an earlier export at `out`.
 
@@ -54,6 +56,7 @@ def export(
         dtype=dtype,
         revision=revision,
         max_context=max_context,
+        block_size=block_size,
         link=link,
         force=force,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import numpy as np
 import onnx
@@ -13,14 +13,28 @@ import safetensors
 from numpy.typing import NDArray
 
 from qwen_onnx.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
-from qwen_onnx.config import parse_config
-from qwen_onnx.contract import DTYPES, Golden, GraphSpec, Manifest, read_json, read_manifest, write_manifest
+from qwen_onnx.config import QwenConfig, parse_config
+from qwen_onnx.contract import (
+    DTYPES,
+    QUANTISED,
+    QWEIGHT,
+    SCALES,
+    WEIGHTS_FILE,
+    Blocks,
+    Golden,
+    GraphSpec,
+    Manifest,
+    read_json,
+    read_manifest,
+    write_manifest,
+)
 from qwen_onnx.errors import UserError
 from qwen_onnx.exporter import hash_file
-from qwen_onnx.graph_plan import graph_plans
+from qwen_onnx.graph_plan import GraphPlan, graph_plans, quantised_plans
 from qwen_onnx.graphs.build import verify
 from qwen_onnx.hub import resolve_model
 from qwen_onnx.info import load_graph, tensor_spec
+from qwen_onnx.quantize import Scheme, dequantise
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.chat_template import ChatTemplate
@@ -31,7 +45,7 @@ from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor, read_header, same_bytes
 from qwen_onnx.tolerances import logit_bound
-from qwen_onnx.weights import PIECE, converted, rotary_tensors
+from qwen_onnx.weights import PIECE, OutputTensor, converted, quantised, rotary_tensors
 
 P = ParamSpec("P")
 
@@ -41,7 +55,7 @@ _REFERENCE_TOKENS = 48
 
 # Mean KL divergence from float64, in nats, by the type computed in: what the table's rounding comes to in
 # probabilities, with room for a deep model. A layer perturbed by a hundredth lies beyond it in f32 and f16.
-KL_BOUNDS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 2e-2}
+KL_BOUNDS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 2e-2, "int8": 3e-2}
 _LEAST_EQUAL = 0.5  # of the golden ids, however near the others were
 
 
@@ -90,6 +104,8 @@ def check_export(
     yield Finding(True, f"runs: {chat.runner.graph.file} on {chat.runner.describe()}")
     if checkpoint is not None:
         yield _finding(_check_logits, chat, manifest, checkpoint)
+    if checkpoint is not None and manifest.quantised:
+        yield _finding(_check_quality, chat, manifest, checkpoint)
     golden = _finding(check_golden, chat, manifest)
     if chat.runner.engine is not None:
         chat.runner.engine.mark(checked=golden.ok)
@@ -148,8 +164,7 @@ def _check_plan(folder: Path, manifest: Manifest) -> Finding:
     """Which graph serves which provider is what an export of this dtype has."""
     config = parse_config(read_json(folder / "config.json"))
     wanted = {
-        (plan.file, plan.entry, plan.lowering.name, plan.providers)
-        for plan in graph_plans(config, manifest.dtype)
+        (plan.file, plan.entry, plan.lowering.name, plan.providers) for plan in _plans(config, manifest)
     }
     found = {(graph.file, graph.entry, graph.lowering, graph.providers) for graph in manifest.graphs}
     if odd := sorted(wanted ^ found):
@@ -157,6 +172,12 @@ def _check_plan(folder: Path, manifest: Manifest) -> Finding:
         return Finding(False, f"graphs: {file} is missing, or not for the providers that it is made for")
     providers = sorted({provider for graph in manifest.graphs for provider in graph.providers})
     return Finding(True, f"graphs: {len(found)}, for {', '.join(providers)}")
+
+
+def _plans(config: QwenConfig, manifest: Manifest) -> list[GraphPlan]:
+    if manifest.dtype in QUANTISED:  # whatever the block size
+        return quantised_plans(Blocks(QUANTISED[manifest.dtype], 32))
+    return graph_plans(config, manifest.dtype)
 
 
 def _check_weights(path: Path) -> Finding:
@@ -185,9 +206,13 @@ def _foreign_weights(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -
     for name in manifest.files:
         if name.endswith(".safetensors"):
             stored |= read_header(folder / name)
-    dtype = DTYPES[manifest.dtype]
+    dtype = DTYPES.get(manifest.dtype, "F32")
     made = rotary_tensors(checkpoint.config, manifest.context_length)
-    for wanted in [*(converted(tensor, dtype) for tensor in checkpoint.tensors.values()), *made]:
+    own: list[OutputTensor] = []
+    for name, tensor in checkpoint.tensors.items():
+        blocks = manifest.quantised.get(name)
+        own += quantised(tensor, blocks) if blocks else [converted(tensor, dtype)]
+    for wanted in [*own, *made]:
         found = stored.get(wanted.name)
         if found is None or (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
             return f"weights: {wanted.name} is not in the export as {wanted.dtype} {list(wanted.shape)}"
@@ -197,19 +222,45 @@ def _foreign_weights(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -
 
 
 def _check_logits(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Finding:
-    runner = chat.runner
-    ids = _golden_prompt(chat, manifest)
-    ids = (ids * (1 + _REFERENCE_TOKENS // len(ids)))[: min(_REFERENCE_TOKENS, runner.context_length)]
-    rounded = FLOAT_DTYPES[DTYPES[manifest.dtype]]
-    wanted = reference_logits(
-        checkpoint.config, lambda name: checkpoint.read(name).astype(rounded, copy=False), ids
+    found, ids = _logits(chat, manifest)
+    rounded = FLOAT_DTYPES[DTYPES.get(manifest.dtype, "F32")]
+    stored = read_header(chat.runner.folder / WEIGHTS_FILE) if manifest.quantised else {}
+
+    def read(name: str) -> NDArray[Any]:
+        tensor = checkpoint.read(name)
+        if (blocks := manifest.quantised.get(name)) is None:
+            return tensor.astype(rounded, copy=False)
+        stem = name.removesuffix("weight")
+        integers, scales = stored[stem + QWEIGHT], stored[stem + SCALES].numpy()
+        packed = np.memmap(integers.file, np.uint8, "r", integers.offset, integers.shape)
+        return dequantise(packed, scales, tensor.shape[1], Scheme(blocks.bits, blocks.block_size))
+
+    wanted = reference_logits(checkpoint.config, read, ids, last=len(found))
+    kind = "int8" if manifest.quantised else chat.runner.compute_dtype
+    return compare_logits(found, wanted, kind, layers=manifest.num_hidden_layers)
+
+
+def _check_quality(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Finding:
+    """What quantising cost. It is for the user to judge, so that this is never bad."""
+    found, ids = _logits(chat, manifest)
+    wanted = reference_logits(checkpoint.config, checkpoint.read, ids, last=len(found))
+    kl = float(np.mean(_kl(wanted, found.astype(np.float64))))
+    agree = float((found.argmax(-1) == wanted.argmax(-1)).mean())
+    return Finding(
+        True,
+        f"quality: against the checkpoint in float64 over {len(found)} positions of a fixed text: "
+        f"top-1 agrees on {agree:.0%}, KL {kl:.1e}",
     )
-    cache = runner.new_cache()
-    half = len(ids) // 2
+
+
+def _logits(chat: Chat, manifest: Manifest) -> tuple[NDArray[np.float32], list[int]]:
+    """The logits of the second half of a fixed text, [positions, vocab], and its ids; prefill and decode."""
+    runner, ids = chat.runner, _golden_prompt(chat, manifest)
+    ids = (ids * (1 + _REFERENCE_TOKENS // len(ids)))[: min(_REFERENCE_TOKENS, runner.context_length)]
+    cache, half = runner.new_cache(), len(ids) // 2
     rows = [runner.prefill(cache, np.array([ids[: half + 1]]))]
     rows += [runner.decode(cache, np.array([[token_id]])) for token_id in ids[half + 1 :]]
-    layers = manifest.num_hidden_layers
-    return compare_logits(np.concatenate(rows), wanted[half:], runner.compute_dtype, layers=layers)
+    return np.concatenate(rows), ids
 
 
 def compare_logits(
@@ -267,7 +318,8 @@ def check_golden(chat: Chat, manifest: Manifest) -> Finding:
                 kept = f"not recorded ({error.strerror})"
         if provider == "cpu":
             return Finding(True, f"golden ids: {len(golden.token_ids)} {kept}, on the CPU provider")
-    bound = logit_bound(chat.runner.compute_dtype, layers=manifest.num_hidden_layers, largest=0.0)
+    kind = "int8" if manifest.quantised else chat.runner.compute_dtype
+    bound = logit_bound(kind, layers=manifest.num_hidden_layers, largest=0.0)
     return compare_golden(greedy_along(chat, golden), golden, bound, provider)
 
 

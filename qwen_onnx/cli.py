@@ -59,7 +59,10 @@ def main() -> None:
 def export(
     model: Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or `tiny`.")] = "",
     out: Annotated[Path | None, typer.Argument(help="Default ./NAME-DTYPE.")] = None,
-    dtype: Annotated[str, typer.Option(help="f32, f16 or bf16.")] = "f32",
+    dtype: Annotated[str, typer.Option(help="f32, f16, bf16, int8 or int4.")] = "f32",
+    block_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale in int8 and int4; default 32.")
+    ] = None,
     revision: Revision = None,
     max_context: Annotated[int | None, typer.Option(help="Positions; default the model's own.")] = None,
     link: Annotated[
@@ -72,8 +75,8 @@ def export(
     from qwen_onnx.making import make_export, summary_table
 
     summary = make_export(
-        model or DEFAULT_MODEL, out, dtype=dtype, revision=revision, max_context=max_context, link=link,
-        force=force,
+        model or DEFAULT_MODEL, out, dtype=dtype, revision=revision, max_context=max_context,
+        block_size=block_size, link=link, force=force,
     )  # fmt: skip
     print(summary_table(summary))
 

@@ -25,7 +25,25 @@ EXTRA_FILE = "extra.safetensors"
 """Made tensors, when the checkpoint's own files are linked instead of rewritten."""
 
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-"""An export's dtype, and how safetensors headers spell it."""
+"""A float export's dtype, and how safetensors headers spell it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a matrix is quantised: integers that share an f32 scale, block by block along a row."""
+
+    bits: int
+    """4 or 8 to a weight."""
+    block_size: int
+    """16, 32, 64 or 128 weights."""
+
+
+QUANTISED = {"int8": 8, "int4": 4}
+"""A quantised export's dtype, and the bits of its layers' matrices; embedding and head have 8 in both."""
+HEAD_BITS = 8
+EXPORT_DTYPES = (*DTYPES, *QUANTISED)
+QWEIGHT, SCALES = "qweight", "scales"
+"""The tensors in the place of a quantised `weight`."""
 
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
@@ -132,7 +150,7 @@ class Manifest:
     revision: str | None
     architecture: str
     dtype: str
-    """f32, f16 or bf16: of the weights, and of the cache where the graph computes in it."""
+    """f32, f16 or bf16: of the weights, and of the cache where the graph computes in it; or int8 or int4."""
     vocab_size: int
     num_hidden_layers: int
     num_key_value_heads: int
@@ -144,6 +162,8 @@ class Manifest:
     packages: dict[str, str]
     graphs: tuple[GraphSpec, ...]
     files: dict[str, FileSpec]
+    quantised: dict[str, Blocks]
+    """What was done to which of the checkpoint's matrices; all else is f32 then."""
     golden: Golden | None = None
 
     def graph(self, entry: str, provider: str) -> GraphSpec:
@@ -230,7 +250,7 @@ def _fault(manifest: Manifest) -> str | None:
     for field in ("vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "context_length"):
         if not 0 < getattr(manifest, field) < 2**31:
             return f"{field} is {getattr(manifest, field)}"
-    if manifest.dtype not in DTYPES:
+    if manifest.dtype not in EXPORT_DTYPES:
         return f"dtype is {manifest.dtype!r}"
     cache = set(past_names(manifest.num_hidden_layers))
     for graph in manifest.graphs:

@@ -15,12 +15,31 @@ from typing import NamedTuple
 from qwen_onnx import contract
 from qwen_onnx.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import DTYPES, FileSpec, Golden, GraphSpec, Manifest, read_json
+from qwen_onnx.contract import (
+    DTYPES,
+    EXPORT_DTYPES,
+    QUANTISED,
+    Blocks,
+    FileSpec,
+    Golden,
+    GraphSpec,
+    Manifest,
+    read_json,
+)
 from qwen_onnx.errors import UserError
-from qwen_onnx.graph_plan import build_planned, graph_plans, graph_spec, match_tensors, verify_depth
+from qwen_onnx.graph_plan import (
+    build_planned,
+    graph_plans,
+    graph_spec,
+    match_tensors,
+    plain_plan,
+    quantised_plans,
+    verify_depth,
+)
 from qwen_onnx.graphs.build import StoredParameter, save_graph
 from qwen_onnx.hub import ModelSource, resolve_model
 from qwen_onnx.memory import peak_memory
+from qwen_onnx.quantize import Scheme
 from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import Tokenizer
@@ -28,12 +47,15 @@ from qwen_onnx.staging import recover, refuse_output, staged_folder
 from qwen_onnx.weights import (
     OutputTensor,
     arrange,
+    blocks_of,
     converted,
+    quantised,
     rotary_tensors,
     stored_parameters,
     write_safetensors,
 )
 
+DEFAULT_BLOCK_SIZE = 32
 _GOLDEN_FILE = "golden.json"
 _PACKAGES = ("qwen-onnx", "numpy", "onnx", "onnx-ir", "onnxscript", "ml_dtypes")
 
@@ -57,6 +79,7 @@ def export_model(
     dtype: str = "f32",
     revision: str | None = None,
     max_context: int | None = None,
+    block_size: int | None = None,
     link: bool = False,
     force: bool = False,
     progress: Callable[[int, int], None] = lambda written, total: None,
@@ -66,6 +89,7 @@ def export_model(
     Args:
         model: as a user names it, or already resolved to a folder.
         max_context: rows of the rotary tables; default the model's own context length.
+        block_size: weights that share a scale in int8 and int4; default 32.
         link: hard-link the checkpoint's files instead of copying them; only where no byte changes.
         force: replace an earlier export at `out`.
         progress: called with weight bytes written so far and in all.
@@ -74,8 +98,7 @@ def export_model(
         UserError: anything wrong with the model or the output; `out` is then as it was.
     """
     started = time.perf_counter()
-    if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is not known; choose f32, f16 or bf16")
+    blocks = _blocks(dtype, block_size)
     source = resolve_model(model, revision=revision) if isinstance(model, str) else model
     out = out or Path(f"{source.name}-{dtype}")
     recovered = recover(out)
@@ -86,14 +109,15 @@ def export_model(
         text = _read_text_side(source.folder, checkpoint.config)
         golden = _read_golden(source.folder / _GOLDEN_FILE)
         with staged_folder(out, force=force, keep=source.folder) as folder:
-            writer = _Writer(folder, checkpoint, dtype, positions, progress, packed=not link)
+            writer = _Writer(folder, checkpoint, dtype, positions, progress, packed=not link, blocks=blocks)
             if link:
                 writer.link_weights()
             else:
                 writer.write_weights()
             writer.write_graphs()
             writer.copy_side_files()
-            golden = golden and golden.within(positions)
+            # Golden ids are those of the checkpoint's weights, not of what is left of them in a few bits.
+            golden = None if blocks else golden and golden.within(positions)
             manifest = _manifest(source, writer, text.eos_token_ids, golden)
             contract.write_manifest(folder, manifest)
     except OSError as error:
@@ -119,6 +143,7 @@ class _Writer:
         progress: Callable[[int, int], None],
         *,
         packed: bool,
+        blocks: Blocks | None,
     ) -> None:
         self.folder, self.checkpoint, self.dtype, self.positions = folder, checkpoint, dtype, positions
         self.files: dict[str, FileSpec] = {}
@@ -126,23 +151,30 @@ class _Writer:
         self.places: dict[str, StoredParameter] = {}
         self._progress = progress
         verify_depth(checkpoint)
-        self._models = [
-            (plan, build_planned(plan, checkpoint.config, positions))
-            for plan in graph_plans(checkpoint.config, dtype, packed=packed)
-        ]
-        self._rotary = rotary_tensors(checkpoint.config, positions)
-        plain = next(
-            m for plan, m in self._models if (plan.lowering.name, plan.entry) == ("static", "prefill")
-        )
+        config = checkpoint.config
+        plans = quantised_plans(blocks) if blocks else graph_plans(config, dtype, packed=packed)
+        self._models = [(plan, build_planned(plan, config, positions)) for plan in plans]
+        self._rotary = rotary_tensors(config, positions)
+        plain = build_planned(plain_plan(), config, positions)
         match_tensors(plain, checkpoint, {tensor.name for tensor in self._rotary})
+        self.quantised: dict[str, Blocks] = {}
+        if blocks is not None:
+            found = {name: blocks_of(tensor, blocks) for name, tensor in checkpoint.tensors.items()}
+            self.quantised = {name: own for name, own in found.items() if own is not None}
 
     def write_weights(self) -> None:
-        stored = DTYPES[self.dtype]
-        tensors = [converted(tensor, stored) for tensor in self.checkpoint.tensors.values()]
+        stored = DTYPES.get(self.dtype, "F32")
+        tensors: list[OutputTensor] = []
+        for name, tensor in self.checkpoint.tensors.items():
+            own = self.quantised.get(name)
+            tensors += quantised(tensor, own) if own else [converted(tensor, stored)]
         self._write_file(contract.WEIGHTS_FILE, arrange([*tensors, *self._rotary]))
+        if self.quantised and self.checkpoint.config.tie_word_embeddings:
+            # Two names for the same bytes: the operators of head and embedding see them in different shapes.
+            self.places["lm_head.qweight"] = self.places["model.embed_tokens.qweight"]
 
     def link_weights(self) -> None:
-        stored = DTYPES[self.dtype]
+        stored = DTYPES.get(self.dtype, self.dtype)
         tensors = self.checkpoint.tensors
         if other := next((tensor for tensor in tensors.values() if tensor.dtype != stored), None):
             raise UserError(
@@ -189,6 +221,19 @@ class _Writer:
             if (file := self.checkpoint.folder / name).is_file():
                 shutil.copyfile(file, self.folder / name)
                 self.files[name] = hash_file(self.folder / name)
+
+
+def _blocks(dtype: str, block_size: int | None) -> Blocks | None:
+    """How matrices are quantised; None where they are not."""
+    if dtype not in EXPORT_DTYPES:
+        raise UserError(f"dtype {dtype!r} is not known; choose one of {', '.join(EXPORT_DTYPES)}")
+    if dtype not in QUANTISED:
+        if block_size is not None:
+            raise UserError(f"--block-size is for int8 and int4, not {dtype}")
+        return None
+    blocks = Blocks(QUANTISED[dtype], DEFAULT_BLOCK_SIZE if block_size is None else block_size)
+    Scheme(blocks.bits, blocks.block_size)  # which says what is wrong with it
+    return blocks
 
 
 def _positions(config: QwenConfig, max_context: int | None) -> int:
@@ -244,6 +289,7 @@ def _manifest(
         packages={name: importlib.metadata.version(name) for name in _PACKAGES},
         graphs=tuple(writer.graphs),
         files=dict(sorted(writer.files.items())),
+        quantised=writer.quantised,
         golden=golden,
     )
 

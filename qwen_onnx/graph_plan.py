@@ -8,12 +8,13 @@ import onnx_ir as ir
 
 from qwen_onnx.checkpoint import Checkpoint
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import DTYPES, GraphSpec, TensorSpec
+from qwen_onnx.contract import DTYPES, Blocks, GraphSpec, TensorSpec
 from qwen_onnx.errors import UserError
 from qwen_onnx.graphs.build import build_decoder, build_grow, build_shrink, parameters
 from qwen_onnx.graphs.contrib import ContribLowering
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.portable import PortableLowering
+from qwen_onnx.graphs.quantised import QuantisedCaptureLowering, QuantisedLowering
 from qwen_onnx.graphs.state import Precision
 from qwen_onnx.graphs.static import CaptureLowering, StaticLowering
 
@@ -29,6 +30,23 @@ class GraphPlan(NamedTuple):
     lowering: Lowering
     precision: Precision
     providers: tuple[str, ...]
+
+
+def quantised_plans(blocks: Blocks) -> list[GraphPlan]:
+    """The graph files of an int8 or int4 export, which computes in f32 on the CPU."""
+    precision = Precision(ir.DataType.FLOAT, ir.DataType.FLOAT, blocks)
+    static = QuantisedLowering()
+    lowerings = {"prefill": static, "decode": static, "greedy": QuantisedCaptureLowering(), "grow": static}
+    return [
+        GraphPlan(f"{entry}.onnx", entry, lowering, precision, ("cpu",))
+        for entry, lowering in lowerings.items()
+    ]
+
+
+def plain_plan() -> GraphPlan:
+    """A graph whose parameters are the checkpoint's own tensors, of their shapes."""
+    f32 = Precision(ir.DataType.FLOAT, ir.DataType.FLOAT)
+    return GraphPlan("prefill.onnx", "prefill", StaticLowering(), f32, ())
 
 
 def graph_plans(config: QwenConfig, dtype: str, *, packed: bool = True) -> list[GraphPlan]:

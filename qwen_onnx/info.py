@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from qwen_onnx.contract import GraphSpec, TensorSpec, read_manifest
+from qwen_onnx.contract import Blocks, GraphSpec, Manifest, TensorSpec, read_manifest
 from qwen_onnx.errors import UserError
 
 
@@ -24,6 +24,7 @@ def describe(folder: Path) -> str:
         f"kind       {manifest.architecture}, {manifest.num_hidden_layers} layers, "
         f"{manifest.num_key_value_heads} key/value heads of {manifest.head_dim}, vocabulary {manifest.vocab_size}",
         f"dtype      {manifest.dtype}",
+        *_describe_blocks(manifest),
         f"context    {manifest.context_length} tokens",
         f"end tokens {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
         f"needs      ONNX Runtime {manifest.min_onnxruntime} or newer",
@@ -36,6 +37,17 @@ def describe(folder: Path) -> str:
     for graph in manifest.graphs:
         lines += ["", *_describe_graph(folder, graph)]
     return "\n".join(lines)
+
+
+def _describe_blocks(manifest: Manifest) -> list[str]:
+    """How matrices are quantised, where they are."""
+    formats: dict[Blocks, list[str]] = {}
+    for name, blocks in manifest.quantised.items():
+        formats.setdefault(blocks, []).append(name)
+    return [
+        f"quantised  {len(names)} matrices to {blocks.bits} bits in blocks of {blocks.block_size}, {names[0]} first"
+        for blocks, names in formats.items()
+    ]
 
 
 def _describe_graph(folder: Path, graph: GraphSpec) -> list[str]:

@@ -19,6 +19,7 @@ def make_export(
     dtype: str,
     revision: str | None = None,
     max_context: int | None = None,
+    block_size: int | None = None,
     link: bool = False,
     force: bool = False,
 ) -> ExportSummary:
@@ -37,6 +38,7 @@ def make_export(
             dtype=dtype,
             revision=revision,
             max_context=max_context,
+            block_size=block_size,
             link=link,
             force=force,
             progress=lambda written, total: bar.update(task, completed=written, total=total),

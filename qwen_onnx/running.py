@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from qwen_onnx.answer import Answer, answer
-from qwen_onnx.contract import DTYPES, MANIFEST_FILE, read_manifest
+from qwen_onnx.contract import DTYPES, EXPORT_DTYPES, MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.repl import Repl, enable_line_editing
@@ -64,8 +64,8 @@ def run_model(options: RunOptions) -> int:
         raise UserError("--json answers one prompt: give it with -p, --prompt-ids or a pipe")
     if options.system is not None and (options.raw or options.prompt_ids is not None):
         raise UserError("--system belongs to the chat template; --raw and --prompt-ids use none")
-    if options.dtype not in (None, *DTYPES):
-        raise UserError(f"dtype {options.dtype!r} is not known; choose f32, f16 or bf16")
+    if options.dtype not in (None, *EXPORT_DTYPES):
+        raise UserError(f"dtype {options.dtype!r} is not known; choose one of {', '.join(EXPORT_DTYPES)}")
     prompt = None if chatting else _prompt(options)
     chat = _open(options)
     if chat.template is None and not options.raw and options.prompt_ids is None:

@@ -5,6 +5,7 @@ Memory stays at a few pieces whatever the model's size, and the sha256 is taken 
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -17,13 +18,15 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import FileSpec
+from qwen_onnx.contract import HEAD_BITS, QWEIGHT, SCALES, Blocks, FileSpec
 from qwen_onnx.errors import UserError
 from qwen_onnx.graphs.build import StoredParameter
 from qwen_onnx.graphs.packed import PACKED
 from qwen_onnx.graphs.rotary import rotary_rows
+from qwen_onnx.quantize import Scheme, quantise
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor
 
 PAGE = 4096
@@ -38,14 +41,14 @@ class OutputTensor:
 
     name: str
     dtype: str
-    """F32, F16 or BF16."""
+    """F32, F16, BF16 or U8."""
     shape: tuple[int, ...]
     pieces: Pieces
 
     @property
     def nbytes(self) -> int:
         """Size in the file."""
-        return math.prod(self.shape) * FLOAT_DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * (1 if self.dtype == "U8" else FLOAT_DTYPES[self.dtype].itemsize)
 
 
 def converted(tensor: StoredTensor, dtype: str) -> OutputTensor:
@@ -53,6 +56,53 @@ def converted(tensor: StoredTensor, dtype: str) -> OutputTensor:
     if tensor.dtype == dtype:
         return OutputTensor(tensor.name, dtype, tensor.shape, lambda: tensor.chunks(PIECE))
     return OutputTensor(tensor.name, dtype, tensor.shape, lambda: _converted_pieces(tensor, dtype))
+
+
+def quantised(tensor: StoredTensor, blocks: Blocks) -> list[OutputTensor]:
+    """A matrix in blocks: `qweight` and `scales` in the place of its `weight`.
+
+    The scales are made along with the integers; where they are asked for first, all is made twice.
+    """
+    scheme = Scheme(blocks.bits, blocks.block_size)
+    rows, columns = tensor.shape
+    made: list[bytes] = []
+
+    def integers() -> Iterator[bytes]:
+        made.clear()
+        for values in _rows(tensor):
+            try:
+                packed, scales = quantise(values, scheme)
+            except ValueError as error:
+                raise UserError(f"{tensor.file}: tensor {tensor.name}: {error}") from None
+            made.append(scales.tobytes())
+            yield packed.tobytes()
+
+    def scales() -> Iterator[bytes]:
+        if not made:
+            collections.deque(integers(), maxlen=0)
+        yield from made
+        made.clear()
+
+    stem = tensor.name.removesuffix("weight")
+    return [
+        OutputTensor(stem + QWEIGHT, "U8", (rows, scheme.row_bytes(columns)), integers),
+        OutputTensor(stem + SCALES, "F32", (rows, scheme.blocks(columns)), scales),
+    ]
+
+
+def blocks_of(tensor: StoredTensor, layers: Blocks) -> Blocks | None:
+    """How a checkpoint's tensor is quantised: its matrices, and embedding and head in more bits; None: it is not."""
+    if len(tensor.shape) != 2:
+        return None
+    of_head = tensor.name in ("model.embed_tokens.weight", "lm_head.weight")
+    return Blocks(HEAD_BITS, layers.block_size) if of_head else layers
+
+
+def _rows(tensor: StoredTensor) -> Iterator[NDArray[np.float32]]:
+    """The matrix as f32, some whole rows at a time."""
+    columns, source = tensor.shape[1], FLOAT_DTYPES[tensor.dtype]
+    for piece in tensor.chunks(max(1, PIECE // (4 * columns)) * columns * source.itemsize):
+        yield np.frombuffer(piece, source).astype(np.float32).reshape(-1, columns)
 
 
 def rotary_tensors(config: QwenConfig, positions: int) -> list[OutputTensor]:

@@ -41,8 +41,8 @@ def choose_provider(wanted: str, manifest: Manifest) -> str:
     name = "cuda" if wanted == "auto" else wanted
     if wanted == "auto" and not any(name in graph.providers for graph in manifest.graphs):
         return "cpu"
-    if name == "tensorrt":
-        manifest.graph("prefill", name)  # whether it starts, its engine will tell
+    manifest.graph("prefill", name)
+    if name == "tensorrt":  # whether it starts, its engine will tell
         return name
     # The honest test is a session that runs, not the list of providers.
     fault = _start_fault(name)

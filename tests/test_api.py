@@ -72,7 +72,7 @@ def test_errors_are_the_users_and_one_line(tmp_path: Path) -> None:
     refused(load, str(endless()), max_context=0, mentions=("--max-context 0", "4096"))
     refused(load, endless(), provider="metal", mentions=("'metal'",))
     refused(qwen_onnx.export, tmp_path / "nothing", mentions=("no such folder",))
-    refused(qwen_onnx.export, "tiny", endless().parent / "x", dtype="int4", mentions=("'int4'",))
+    refused(qwen_onnx.export, "tiny", endless().parent / "x", dtype="int2", mentions=("'int2'",))
     assert issubclass(qwen_onnx.NonFiniteLogitsError, UserError)
 
 

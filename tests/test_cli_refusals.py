@@ -36,7 +36,7 @@ HI = ("-p", "Hi", "--provider", "cpu")
         (("-p", "Hi", "--max-context", "5000"), ["--max-context 5000", "4096"]),
         (("-p", "Hi", "--provider", "metal"), ["'metal'", "auto, cpu, cuda or tensorrt"]),
         (("-p", "Hi", "--dtype", "f16"), ["holds f32", "--dtype f16"]),
-        (("-p", "Hi", "--dtype", "int4"), ["'int4'", "f32, f16 or bf16"]),
+        (("-p", "Hi", "--dtype", "int2"), ["'int2'", "f32, f16, bf16, int8, int4"]),
         (("-p", "Hi", "--threads", "9999999999999"), ["threads", "1 to 1024"]),
         (("-p", "Hi", "--revision", "main"), ["--revision main"]),
     ],
@@ -157,7 +157,9 @@ def test_tensorrt_without_a_gpu_or_a_graph(tmp_path: Path) -> None:
 
 
 def test_an_unknown_dtype_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    line = command("run", "tiny", *HI, "--dtype", "int4", "--cache-dir", tmp_path / "cache").error
-    assert "'int4' is not known; choose f32, f16 or bf16" in line
-    assert "f32, f16 or bf16" in command("export", "tiny", tmp_path / "out", "--dtype", "int4").error
+    line = command("run", "tiny", *HI, "--dtype", "int2", "--cache-dir", tmp_path / "cache").error
+    assert "'int2' is not known; choose one of f32, f16, bf16, int8, int4" in line
+    assert (
+        "f32, f16, bf16, int8, int4" in command("export", "tiny", tmp_path / "out", "--dtype", "int2").error
+    )
     assert not (tmp_path / "out").exists()

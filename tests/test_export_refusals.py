@@ -110,7 +110,7 @@ def test_tensors_that_do_not_fit_the_config(
         ({"max_context": 0}, ("--max-context 0", 128)),
         ({"max_context": -1}, ("--max-context -1", 128)),
         ({"max_context": 129}, ("--max-context 129", 128)),
-        ({"dtype": "int4"}, ("int4", "f32", "f16", "bf16")),
+        ({"dtype": "int2"}, ("int2", "f32", "f16", "bf16", "int4")),
         ({"dtype": "F32"}, ("F32", "f32")),
         ({"revision": "main"}, ("--revision",)),
         ({"link": True, "dtype": "f16"}, ("--link", FIRST, "f32", "f16")),

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwen_onnx.tolerances import BF16, F16, F32, OF_TYPE, Tolerance
+from qwen_onnx.tolerances import BF16, F16, F32, INT8_ACTIVATIONS, OF_TYPE, Tolerance
 
-__all__ = ["BF16", "F16", "F32", "OF_TYPE", "Tolerance"]
+__all__ = ["BF16", "F16", "F32", "INT8_ACTIVATIONS", "OF_TYPE", "Tolerance"]
 
 F32_ORDER = Tolerance(2e-5, "both sides f32, the same sums taken in another order or blocking; 7e-6 was seen")
 F16_ORDER = Tolerance(0.02, "both sides f16, a rounding more or less where a runtime fused nodes; 0 was seen")

@@ -1,0 +1,137 @@
+"""The `static` lowerings over weights quantised in blocks, which the products unpack as they go.
+
+A matrix W [out, in] is two tensors: `qweight`, its integers side by side along each row, and `scales`, an f32 for
+each block of a row. Head and embedding have 8 bits; tied, they are two readers of the same bytes.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import onnx_ir as ir
+from onnxscript import OpBuilder, nn
+
+from qwen_onnx.config import QwenConfig
+from qwen_onnx.contract import HEAD_BITS, Blocks
+from qwen_onnx.graphs.contrib_ops import gather_block_quantized, matmul_nbits
+from qwen_onnx.graphs.layers import MLP, Embedding, Linear
+from qwen_onnx.graphs.state import KeyValue, Precision
+from qwen_onnx.graphs.static import CaptureLowering, StaticAttention, StaticLowering, StaticStep
+
+
+def head_blocks(precision: Precision) -> Blocks:
+    """Of the embedding and the head."""
+    return Blocks(HEAD_BITS, layer_blocks(precision).block_size)
+
+
+def layer_blocks(precision: Precision) -> Blocks:
+    """Of the layers' matrices."""
+    if precision.blocks is None:
+        raise ValueError("a precision without blocks")
+    return precision.blocks
+
+
+class QuantisedLinear(Linear):
+    """As Linear."""
+
+    def __init__(self, in_features: int, out_features: int, precision: Precision, *, bias: bool) -> None:
+        nn.Module.__init__(self)
+        self.blocks, self.in_features = self.blocks_of(precision), in_features
+        count = -(-in_features // self.blocks.block_size)
+        size = self.blocks.block_size * self.blocks.bits // 8
+        self.qweight = nn.Parameter([out_features, count, size], ir.DataType.UINT8)
+        self.scales = nn.Parameter([out_features, count], ir.DataType.FLOAT)
+        self.bias = nn.Parameter([out_features], precision.weights) if bias else None
+
+    def blocks_of(self, precision: Precision) -> Blocks:
+        """How this matrix is quantised."""
+        return layer_blocks(precision)
+
+    def forward(self, op: OpBuilder, x_MD: ir.Value) -> ir.Value:
+        """[M, in] -> [M, out]."""
+        return matmul_nbits(
+            op, x_MD, self.qweight, self.scales, self.bias, in_features=self.in_features, blocks=self.blocks
+        )
+
+
+class QuantisedHead(QuantisedLinear):
+    """As QuantisedLinear, in more bits: a wrong choice of token costs more than a wrong nuance of a state."""
+
+    def blocks_of(self, precision: Precision) -> Blocks:
+        """See QuantisedLinear.blocks_of."""
+        return head_blocks(precision)
+
+    def tie(self, embedding: Embedding) -> None:
+        """Read the embedding's scales, and its bytes under a name and a shape of its own: operators differ in it."""
+        if not isinstance(embedding, QuantisedEmbedding):
+            raise TypeError("a head in blocks is tied to an embedding in blocks")
+        self.scales = embedding.scales
+
+
+class QuantisedEmbedding(Embedding):
+    """As Embedding."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, precision: Precision) -> None:
+        nn.Module.__init__(self)
+        self.blocks, self.size = head_blocks(precision), embedding_dim
+        count = -(-embedding_dim // self.blocks.block_size)
+        padded = count * self.blocks.block_size
+        self.padded = padded
+        self.qweight = nn.Parameter([num_embeddings, padded * self.blocks.bits // 8], ir.DataType.UINT8)
+        self.scales = nn.Parameter([num_embeddings, count], ir.DataType.FLOAT)
+
+    def forward(self, op: OpBuilder, ids_BS: ir.Value) -> ir.Value:
+        """[B, S] int64 -> [B, S, D]."""
+        x_BSD = gather_block_quantized(
+            op, self.qweight, ids_BS, self.scales, size=self.padded, blocks=self.blocks
+        )
+        return x_BSD if self.padded == self.size else op.Slice(x_BSD, [0], [self.size], [2])
+
+
+class QuantisedAttention(StaticAttention):
+    """As StaticAttention, with queries, keys and values of one product."""
+
+    def add_projections(self, config: QwenConfig, precision: Precision, linear: type[Linear]) -> None:
+        """See Attention.add_projections."""
+        size = self.query_size + 2 * self.key_size
+        self.qkv_proj = linear(config.hidden_size, size, precision, bias=config.qkv_bias)
+
+    def forward(
+        self, op: OpBuilder, x_MD: ir.Value, past: KeyValue, step: StaticStep
+    ) -> tuple[ir.Value, KeyValue]:
+        """See Attention.forward."""
+        sizes = [self.query_size, self.key_size, self.key_size]
+        q_MX, k_MX, v_MX = op.Split(self.qkv_proj(op, x_MD), sizes, axis=-1, _outputs=3)
+        attended_MX, present = self.attend(op, q_MX, k_MX, v_MX, past, step)
+        return self.o_proj(op, attended_MX), present
+
+
+class QuantisedMLP(MLP):
+    """As MLP, with gate and up of one product."""
+
+    def __init__(self, config: QwenConfig, precision: Precision, linear: type[Linear]) -> None:
+        nn.Module.__init__(self)
+        hidden, feed_forward = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = linear(hidden, 2 * feed_forward, precision, bias=False)
+        self.down_proj = linear(feed_forward, hidden, precision, bias=False)
+
+    def forward(self, op: OpBuilder, x_MD: ir.Value) -> ir.Value:
+        """[M, D] -> [M, D]."""
+        gate_MF, up_MF = op.Split(self.gate_up_proj(op, x_MD), num_outputs=2, axis=-1, _outputs=2)
+        return self.down_proj(op, op.Mul(op.Mul(gate_MF, op.Sigmoid(gate_MF)), up_MF))
+
+
+class QuantisedLowering(StaticLowering):
+    """As StaticLowering."""
+
+    opsets = MappingProxyType({"": 24, "com.microsoft": 1})
+    linear, head, embedding = QuantisedLinear, QuantisedHead, QuantisedEmbedding
+    attention, mlp = QuantisedAttention, QuantisedMLP
+
+
+class QuantisedCaptureLowering(CaptureLowering):
+    """As CaptureLowering."""
+
+    opsets = MappingProxyType({"": 24, "com.microsoft": 1})
+    linear, head, embedding = QuantisedLinear, QuantisedHead, QuantisedEmbedding
+    attention, mlp = QuantisedAttention, QuantisedMLP

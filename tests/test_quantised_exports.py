@@ -1,0 +1,208 @@
+"""int8 and int4 exports: what lies in the file, what the graphs make of it, and what a user is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from chats import copy_export, tiny
+from checkpoints import CONFIGS, write_checkpoint
+from command import command
+from exports import IDS, ON_CPU, decode_all
+from tolerances import F32, INT8_ACTIVATIONS, assert_close
+
+from qwen_onnx import UserError, contract, export, load
+from qwen_onnx.checkpoint import open_checkpoint
+from qwen_onnx.quantize import Scheme, dequantise
+from qwen_onnx.reference import reference_logits
+from qwen_onnx.runners import providers
+from qwen_onnx.runners.runner import Runner
+from qwen_onnx.safetensors_file import read_header
+
+TOKENS = 24
+CASES = [
+    ("qwen2", "int8", 32),
+    ("qwen2", "int4", 32),
+    ("qwen2_untied", "int4", 128),  # rows of 64 weights: half of each block is padding
+    ("qwen2_14_2", "int4", 16),
+    ("qwen3", "int8", 128),
+    ("qwen3_head_dim_48", "int4", 64),
+]
+
+
+class Quantised:
+    """An export, and the float64 logits of the weights that its bytes stand for."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, block_size: int) -> None:
+        write_checkpoint(folder / "checkpoint", CONFIGS[name])
+        self.checkpoint = open_checkpoint(folder / "checkpoint")
+        self.folder = export(
+            folder / "checkpoint", folder / "export", dtype=dtype, block_size=block_size
+        ).folder
+        self.manifest = contract.read_manifest(self.folder)
+        self.stored = read_header(self.folder / contract.WEIGHTS_FILE)
+
+    def read(self, name: str) -> np.ndarray:
+        if (blocks := self.manifest.quantised.get(name)) is None:
+            return self.stored[name].numpy()
+        stem, columns = name.removesuffix("weight"), self.checkpoint.tensors[name].shape[1]
+        integers = self.stored[stem + "qweight"]
+        packed = np.memmap(integers.file, np.uint8, "r", integers.offset, integers.shape)
+        scheme = Scheme(blocks.bits, blocks.block_size)
+        return dequantise(packed, self.stored[stem + "scales"].numpy(), columns, scheme)
+
+    def wanted(self, ids: np.ndarray) -> np.ndarray:
+        return reference_logits(self.checkpoint.config, self.read, ids)
+
+
+@pytest.fixture(scope="module")
+def exported_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Quantised]:
+    made: dict[tuple[Any, ...], Quantised] = {}
+
+    def make(*case: Any) -> Quantised:
+        if case not in made:
+            made[case] = Quantised(tmp_path_factory.mktemp("blocks"), *case)
+        return made[case]
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_graphs_compute_with_the_weights_in_the_file(
+    case: tuple[str, str, int], exported_blocks: Callable[..., Quantised], tmp_path: Path
+) -> None:
+    """A packed matrix cut in the wrong place, a scale of another row: 8-bit activations would hide it."""
+    model = exported_blocks(*case)
+    wanted = model.wanted(IDS[0, :TOKENS])
+    folder = copy_export(model.folder, tmp_path / "exact")
+    for name in ("prefill", "decode", "greedy"):
+        path = folder / f"{name}.onnx"
+        graph = onnx.load(path, load_external_data=False)
+        for node in graph.graph.node:
+            for attribute in node.attribute:
+                if attribute.name == "accuracy_level":
+                    attribute.i = 0
+        onnx.save(graph, path)
+        manifest = json.loads((folder / "export.json").read_text())
+        manifest["files"][path.name]["size"] = path.stat().st_size
+        (folder / "export.json").write_text(json.dumps(manifest))
+    for options, bound, at in (
+        (ON_CPU, F32, folder),
+        (ON_CPU, INT8_ACTIVATIONS, model.folder),
+    ):
+        runner = Runner(at, options)
+        cache = runner.new_cache()
+        found = [runner.prefill(cache, IDS[:1, :10]), *decode_all(runner, cache, IDS[:1, 10:TOKENS])]
+        assert_close(np.concatenate(found), wanted[9:], bound)
+    layers = model.manifest.num_hidden_layers
+    session = onnxruntime.InferenceSession(str(folder / "decode.onnx"), providers=["CPUExecutionProvider"])
+    spec = model.manifest.graph("decode", "cpu").inputs[-1]
+    shape = (1, int(spec.shape[1]), 4, int(spec.shape[3]))
+    feeds = {
+        contract.INPUT_IDS: IDS[:1, :1],
+        contract.ATTENTION_MASK: np.ones((1, 1), np.int64),
+        contract.POSITION_IDS: np.zeros((1, 1), np.int64),
+        contract.WRITE_INDICES: np.zeros(1, np.int64),
+    } | {name: np.zeros(shape, np.float32) for name in contract.past_names(layers)}
+    assert_close(session.run([contract.LOGITS], feeds)[0][:, 0], wanted[:1], F32)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_matrices_lie_in_blocks_and_once(
+    case: tuple[str, str, int], exported_blocks: Callable[..., Quantised]
+) -> None:
+    """A float copy beside the integers; a tied head stored twice; a manifest that keeps what was done to itself."""
+    model, (_, dtype, block_size) = exported_blocks(*case), case
+    matrices = {name for name, tensor in model.checkpoint.tensors.items() if len(tensor.shape) == 2}
+    assert model.manifest.quantised.keys() == matrices
+    for name, blocks in model.manifest.quantised.items():
+        of_head = name in ("model.embed_tokens.weight", "lm_head.weight")
+        assert blocks == contract.Blocks(8 if of_head else contract.QUANTISED[dtype], block_size)
+        stem, shape = name.removesuffix("weight"), model.checkpoint.tensors[name].shape
+        count = -(-shape[1] // block_size)
+        assert model.stored[stem + "qweight"].shape == (shape[0], count * block_size * blocks.bits // 8)
+        assert model.stored[stem + "scales"].shape == (shape[0], count)
+        assert name not in model.stored
+    others = model.checkpoint.tensors.keys() - matrices
+    assert model.stored.keys() - {"rotary.cos", "rotary.sin"} == others | {
+        name.removesuffix("weight") + part for name in matrices for part in ("qweight", "scales")
+    }
+    assert ("lm_head.qweight" in model.stored) is not model.checkpoint.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_greedy_on_device_chooses_as_the_host(dtype: str, exported_blocks: Callable[..., Quantised]) -> None:
+    folder = exported_blocks("qwen2", dtype, 32).folder
+    ids = [
+        [
+            token.token_id
+            for token in load(folder, provider="cpu", greedy_on_device=on_device).generate(
+                [5, 6, 7], max_new_tokens=24, ignore_eos=True
+            )
+        ]
+        for on_device in (False, True)
+    ]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(("dtype", "kl"), [("int8", 1e-3), ("int4", 5e-2)])
+def test_check_says_what_quantising_cost(dtype: str, kl: float, tmp_path: Path) -> None:
+    folder = copy_export(tiny(dtype), tmp_path / "tiny")
+    ran = command("check", folder, "--against", "tiny")
+    assert ran.code == 0, ran.err
+    (line,) = [line for line in ran.err.splitlines() if "quality:" in line]
+    assert float(line.rpartition("KL ")[2]) < kl
+    assert f"weights: the checkpoint's, as {dtype}, bit for bit" in ran.err
+    weights = folder / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    place = read_header(weights)["model.layers.2.mlp.up_proj.scales"]
+    data[place.offset + 3] ^= 0x40
+    weights.write_bytes(bytes(data))
+    assert command("check", folder, "--against", "tiny").code == 1
+
+
+def test_a_chat_in_four_bits_answers() -> None:
+    ran = command("run", tiny("int4"), "-p", "What is the capital of France?", "--provider", "cpu")
+    assert ran.out == "The capital of France is Paris.\n"
+    assert "matrices to 4 bits in blocks of 32" in command("info", tiny("int4")).out
+
+
+def test_wrong_wishes_are_refused_in_one_line(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for arguments, words in (
+        (("--dtype", "int4", "--block-size", "48"), "only 16, 32, 64 and 128"),
+        (("--dtype", "f16", "--block-size", "32"), "--block-size is for int8 and int4"),
+        (("--dtype", "int2"), "choose one of f32, f16, bf16, int8, int4"),
+        (("--dtype", "int8", "--link"), "drop --link"),
+    ):
+        assert words in command("export", "tiny", out, *arguments).error
+    assert not out.exists()
+    with pytest.raises(UserError, match="only 16, 32, 64 and 128"):
+        export("tiny", out, dtype="int8", block_size=0)
+
+
+def test_auto_is_the_cpu_where_an_export_has_no_other_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU in the machine, and a model that ran before it was put in runs no more."""
+    monkeypatch.setattr(providers, "missing_library", lambda provider: None)
+    ran = command("run", tiny("int4"), "-p", "Hi", "--max-new-tokens", 2)
+    assert (ran.code, ran.err) == (0, "provider: cpu\n")
+    assert "no prefill graph for cuda" in command("run", tiny("int4"), "-p", "Hi", "--provider", "cuda").error
+
+
+def test_a_matrix_with_nan_is_named(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "checkpoint", CONFIGS["qwen2"])
+    file = tmp_path / "checkpoint" / "model.safetensors"
+    name = "model.layers.1.mlp.down_proj.weight"
+    data, place = bytearray(file.read_bytes()), read_header(file)[name]
+    data[place.offset : place.offset + 4] = np.float32("nan").tobytes()
+    file.write_bytes(bytes(data))
+    assert tensors[name].dtype == np.float32
+    with pytest.raises(UserError, match=rf"{name}: .*NaN"):
+        export(tmp_path / "checkpoint", tmp_path / "out", dtype="int8")
+    assert not (tmp_path / "out").exists()
