@@ -111,7 +111,7 @@ def open_session(
 
     Args:
         map_weights: compute on the weights file's own pages instead of a repacked private copy: the session
-            starts in a tenth of the time, processes share one copy, and prefill is a tenth slower.
+            starts in a tenth of the time, processes share one copy, and prefill is about 15 % slower.
         capture: runs become CUDA graphs, but for those that say otherwise.
         more: options of the provider.
 
