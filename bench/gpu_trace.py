@@ -43,6 +43,7 @@ def profiled_sessions(folder: Path) -> Iterator[None]:
 def session_of(subject: Ours) -> tuple[Any, str]:
     """The steps of a runner, and the name of the attribute that holds their session."""
     steps = subject.runner._opened.steps
+    steps = getattr(steps, "decode", steps)  # of single tokens, where they have a session of their own
     return steps, "session" if hasattr(steps, "session") else "_session"
 
 

@@ -42,6 +42,7 @@ def build_decoder(
     positions: int,
     single: bool = False,
     greedy: bool = False,
+    score: bool = False,
 ) -> ir.Model:
     """The decoder with its cache as inputs and outputs; weights declared, not loaded.
 
@@ -49,6 +50,8 @@ def build_decoder(
         positions: rows of the rotary tables.
         single: one token a row (`decode`) instead of any number (`prefill`).
         greedy: choose the token too, and put out what the next step takes in (see `_choose`).
+        score: `num_logits_to_keep`, an int64 scalar, says after how many of the last tokens logits are wanted; 0
+            for all.
 
     Raises:
         ValueError: a node that shape inference refuses, or a value without a type: a fault in graphs/.
@@ -68,9 +71,17 @@ def build_decoder(
     past = [builder.input(name, precision.hidden, past_shape) for name in contract.past_names(layers)]
     cache = [KeyValue(past[i], past[i + 1]) for i in range(0, len(past), 2)]
 
-    logits, present = model(builder.op, ids_BS, cache, step)
+    kept = None
+    if score:
+        count = builder.input(contract.NUM_LOGITS_TO_KEEP, ir.DataType.INT64, [])
+        builder.push_module("last")
+        kept = builder.op.Unsqueeze(count, [0])
+        builder.pop_module()
+    logits, present = model(builder.op, ids_BS, cache, step, kept)
 
-    logits.shape = ir.Shape([contract.BATCH, 1, config.vocab_size])  # inference loses the batch in a Reshape
+    logits.shape = ir.Shape(
+        [contract.BATCH, contract.KEPT if score else 1, config.vocab_size]
+    )  # inference loses the batch in a Reshape
     chosen = _choose(builder, logits, lowering, step, config.vocab_size) if greedy else {}
     builder.add_output(logits, contract.LOGITS)
     for name, value in chosen.items():

@@ -7,7 +7,7 @@ go one at a time; rows of one token each go together.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder, nn
@@ -24,7 +24,7 @@ from qwen_onnx.graphs.contrib_ops import (
 from qwen_onnx.graphs.layers import MLP, Linear, RMSNorm, as_type
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.rotary import RotaryTables
-from qwen_onnx.graphs.state import KeyValue, Precision
+from qwen_onnx.graphs.state import END, KeyValue, Precision
 
 
 class ContribStep(NamedTuple):
@@ -138,7 +138,7 @@ class ContribLowering(Lowering):
     name = "contrib"
     opsets = MappingProxyType({"": 24, "com.microsoft": 1})
     cache_lengths = (CAPACITY, CAPACITY)
-    linear = FusedLinear
+    linear: ClassVar[type[Linear]] = FusedLinear
     norm = FusedRMSNorm
 
     def __init__(self, *, packed: bool) -> None:
@@ -171,6 +171,13 @@ class ContribLowering(Lowering):
     def last(self, op: OpBuilder, x_BSD: ir.Value, step: ContribStep) -> ir.Value:
         """See Lowering.last; [B, S, D] -> [B, 1, D]. There is no padding, so it is the last of the S."""
         return x_BSD if step.single else op.Gather(x_BSD, [-1], axis=1)
+
+    def last_tokens(self, op: OpBuilder, x_BSD: ir.Value, count: ir.Value, step: ContribStep) -> ir.Value:
+        """See Lowering.last_tokens; [B, S, D] -> [B, count, D]."""
+        op.builder.push_module("last")
+        x_BSD = op.Slice(x_BSD, op.Neg(count), [END], [1])
+        op.builder.pop_module()
+        return x_BSD
 
     def advance(self, op: OpBuilder, step: ContribStep, moved_B1: ir.Value) -> dict[str, ir.Value]:
         """See Lowering.advance."""

@@ -53,6 +53,13 @@ class Lowering:
         """Of the states after the last norm, each row's last real token: what the head reads."""
         raise NotImplementedError
 
+    def last_tokens(self, op: OpBuilder, x: ir.Value, count: ir.Value, step: Step) -> ir.Value:
+        """The states of the last `count` (int64 [1]; 0 for all) of the S tokens of each row: what the head reads.
+
+        Rows must end together.
+        """
+        raise NotImplementedError
+
     def advance(self, op: OpBuilder, step: Step, moved_B1: ir.Value) -> dict[str, ir.Value]:
         """For a graph that feeds its own next step: the inputs of `begin` that the next token needs, by name.
 

@@ -77,15 +77,31 @@ class QwenForCausalLM(nn.Module):
         self.lm_head = head(config.hidden_size, config.vocab_size, precision, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
-        self.lowering = lowering
+        self.lowering, self.vocab_size = lowering, config.vocab_size
 
     def forward(
-        self, op: OpBuilder, ids_BS: ir.Value, cache: Sequence[KeyValue], step: Step
+        self,
+        op: OpBuilder,
+        ids_BS: ir.Value,
+        cache: Sequence[KeyValue],
+        step: Step,
+        kept: ir.Value | None = None,
     ) -> tuple[ir.Value, list[KeyValue]]:
-        """[B, S] -> f32 logits of each row's last token [B, 1, V], and the new cache."""
+        """[B, S] -> f32 logits of each row's last token [B, 1, V], and the new cache.
+
+        With `kept`, int64 [1], the logits of so many of the last tokens, [B, kept, V]; 0 for all.
+        """
         normed, present = self.model(op, ids_BS, cache, step)
-        # One token a row: the head is as large as all layers together.
-        logits = self.lm_head(op, self.lowering.last(op, normed, step))
-        if self.lowering.flat:
-            logits = op.Unsqueeze(logits, [1])
+        # One token a row where one is enough: the head is as large as all layers together.
+        if kept is None:
+            logits = self.lm_head(op, self.lowering.last(op, normed, step))
+            if self.lowering.flat:
+                logits = op.Unsqueeze(logits, [1])
+        else:
+            logits = self.lm_head(op, self.lowering.last_tokens(op, normed, kept, step))
+            if self.lowering.flat:
+                op.builder.push_module("last")
+                rows = op.Concat(op.Shape(ids_BS, start=0, end=1), [-1, self.vocab_size], axis=0)
+                logits = op.Reshape(logits, rows)
+                op.builder.pop_module()
         return as_type(op, logits, ir.DataType.FLOAT), present

@@ -13,8 +13,9 @@ from onnxscript import OpBuilder, nn
 
 from qwen_onnx.config import QwenConfig
 from qwen_onnx.contract import HEAD_BITS, Blocks
+from qwen_onnx.graphs.contrib import ContribLowering
 from qwen_onnx.graphs.contrib_ops import gather_block_quantized, matmul_nbits
-from qwen_onnx.graphs.layers import MLP, Embedding, Linear
+from qwen_onnx.graphs.layers import MLP, Embedding, Linear, as_type
 from qwen_onnx.graphs.state import KeyValue, Precision
 from qwen_onnx.graphs.static import CaptureLowering, StaticAttention, StaticLowering, StaticStep
 
@@ -42,6 +43,7 @@ class QuantisedLinear(Linear):
         self.qweight = nn.Parameter([out_features, count, size], ir.DataType.UINT8)
         self.scales = nn.Parameter([out_features, count], ir.DataType.FLOAT)
         self.bias = nn.Parameter([out_features], precision.weights) if bias else None
+        self.hidden = precision.hidden
 
     def blocks_of(self, precision: Precision) -> Blocks:
         """How this matrix is quantised."""
@@ -49,8 +51,13 @@ class QuantisedLinear(Linear):
 
     def forward(self, op: OpBuilder, x_MD: ir.Value) -> ir.Value:
         """[M, in] -> [M, out]."""
+        # Scales and bias have the activations' type; cast, they are constants that a session folds as it starts.
+        scales, bias = (
+            as_type(op, self.scales, self.hidden),
+            self.bias and as_type(op, self.bias, self.hidden),
+        )
         return matmul_nbits(
-            op, x_MD, self.qweight, self.scales, self.bias, in_features=self.in_features, blocks=self.blocks
+            op, x_MD, self.qweight, scales, bias, in_features=self.in_features, blocks=self.blocks
         )
 
 
@@ -79,12 +86,14 @@ class QuantisedEmbedding(Embedding):
         self.padded = padded
         self.qweight = nn.Parameter([num_embeddings, padded * self.blocks.bits // 8], ir.DataType.UINT8)
         self.scales = nn.Parameter([num_embeddings, count], ir.DataType.FLOAT)
+        self.hidden = precision.hidden
 
     def forward(self, op: OpBuilder, ids_BS: ir.Value) -> ir.Value:
         """[B, S] int64 -> [B, S, D]."""
         x_BSD = gather_block_quantized(
             op, self.qweight, ids_BS, self.scales, size=self.padded, blocks=self.blocks
         )
+        x_BSD = as_type(op, x_BSD, self.hidden)
         return x_BSD if self.padded == self.size else op.Slice(x_BSD, [0], [self.size], [2])
 
 
@@ -135,3 +144,12 @@ class QuantisedCaptureLowering(CaptureLowering):
     opsets = MappingProxyType({"": 24, "com.microsoft": 1})
     linear, head, embedding = QuantisedLinear, QuantisedHead, QuantisedEmbedding
     attention, mlp = QuantisedAttention, QuantisedMLP
+
+
+class QuantisedContribLowering(ContribLowering):
+    """As ContribLowering."""
+
+    linear, head, embedding = QuantisedLinear, QuantisedHead, QuantisedEmbedding
+
+    def __init__(self) -> None:
+        super().__init__(packed=True)

@@ -14,6 +14,9 @@ import onnx_ir as ir
 
 from qwen_onnx.contract import Blocks
 
+END = 2**31 - 1
+"""The end of a slice that goes to the end of its dimension."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:

@@ -18,7 +18,7 @@ from qwen_onnx.graphs.attention import Attention
 from qwen_onnx.graphs.layers import RMSNorm, as_type
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.rotary import RotaryTables
-from qwen_onnx.graphs.state import KeyValue, Precision
+from qwen_onnx.graphs.state import END, KeyValue, Precision
 
 # Finite, so that a row that may look at nothing (padding) averages garbage instead of dividing 0 by 0, and
 # far enough from f32's end that no score added to it becomes infinite.
@@ -44,8 +44,10 @@ class StaticStep(NamedTuple):
     """int64 [4]: B, S, K, H."""
     states_shape: ir.Value | list[int] | None
     """int64 [3]: B, S, D; None where S is 1."""
-    last_B: ir.Value | None
-    """int64: which of the S tokens is each row's last; None where S is 1."""
+    mask_BT: ir.Value
+    """int64: 0 for padding."""
+    slot_T: ir.Value
+    """int64: 0, 1, 2 and so on."""
     cos_PH2: ir.Value
     """f32 [positions, H/2]."""
     sin_PH2: ir.Value
@@ -65,11 +67,15 @@ class StaticAttention(Attention):
             past.key_BKCH, as_type(op, k_BKSH, self.hidden), step.write_indices_B, axis=2
         )
         value_BKCH = op.TensorScatter(past.value_BKCH, v_BKSH, step.write_indices_B, axis=2)
-        y_BNSH = op.Attention(
-            q_BNSH, _live(op, key_BKCH, step), _live(op, value_BKCH, step), step.mask_B1ST, is_causal=0
-        )
-        y_MX = op.Reshape(op.Transpose(y_BNSH, perm=[0, 2, 1, 3]), [-1, self.query_size])
+        y_MX = self.read(op, q_BNSH, _live(op, key_BKCH, step), _live(op, value_BKCH, step), step)
         return as_type(op, y_MX, self.hidden), KeyValue(key_BKCH, value_BKCH)
+
+    def read(
+        self, op: OpBuilder, q_BNSH: ir.Value, key_BKTH: ir.Value, value_BKTH: ir.Value, step: StaticStep
+    ) -> ir.Value:
+        """The attention itself, over the slots that the mask has columns for: f32 [M, N x H]."""
+        y_BNSH = op.Attention(q_BNSH, key_BKTH, value_BKTH, step.mask_B1ST, is_causal=0)
+        return op.Reshape(op.Transpose(y_BNSH, perm=[0, 2, 1, 3]), [-1, self.query_size])
 
     def _heads(
         self, op: OpBuilder, x_MX: ir.Value, shape: ir.Value | list[int], norm: RMSNorm | None
@@ -122,11 +128,9 @@ class StaticLowering(Lowering):
         length = op.Shape(mask_BT, start=1, end=2)
         slot_T = op.Range(0, op.Squeeze(length), 1)
         query_slot_BS = op.Unsqueeze(write_indices_B, [1])
-        last_B = None
         if not single:
             queries = op.Shape(ids_BS, start=1, end=2)
             query_slot_BS = op.Add(query_slot_BS, op.Range(0, op.Squeeze(queries), 1))
-            last_B = self.last_of(op, mask_BT, slot_T, query_slot_BS, write_indices_B)
         not_later_BST = op.LessOrEqual(slot_T, op.Unsqueeze(query_slot_BS, [2]))
         real_B1T = op.Unsqueeze(op.Cast(mask_BT, to=ir.DataType.BOOL), [1])
         mask_BST = op.Where(op.And(not_later_BST, real_B1T), 0.0, MASKED)
@@ -145,32 +149,34 @@ class StaticLowering(Lowering):
             query_shape=shape(config.num_attention_heads, config.head_dim),
             key_shape=shape(config.num_key_value_heads, config.head_dim),
             states_shape=None if single else shape(config.hidden_size),
-            last_B=last_B,
+            mask_BT=mask_BT,
+            slot_T=slot_T,
             cos_PH2=cos_PH2,
             sin_PH2=sin_PH2,
         )
         builder.pop_module()
         return step
 
-    def last_of(
-        self,
-        op: OpBuilder,
-        mask_BT: ir.Value,
-        slot_T: ir.Value,
-        query_slot_BS: ir.Value,
-        write_indices_B: ir.Value,
-    ) -> ir.Value | None:
-        """Which of the S tokens is each row's last real one: a row may be padding from there on."""
-        last_slot_B = op.ReduceMax(op.Mul(mask_BT, slot_T), [1], keepdims=0)
-        last_slot_B = op.Min(last_slot_B, op.ReduceMax(query_slot_BS, [1], keepdims=0))
-        return op.Max(op.Sub(last_slot_B, write_indices_B), 0)
-
     def last(self, op: OpBuilder, x_MD: ir.Value, step: StaticStep) -> ir.Value:
-        """See Lowering.last; [M, D] -> [B, D]."""
-        if step.last_B is None:
+        """See Lowering.last; [M, D] -> [B, D]. A row may be padding after its last real token."""
+        if step.states_shape is None:
             return x_MD
+        op.builder.push_module("last")
+        last_slot_B = op.ReduceMax(op.Mul(step.mask_BT, step.slot_T), [1], keepdims=0)
+        last_slot_B = op.Min(last_slot_B, op.ReduceMax(step.query_slot_BS, [1], keepdims=0))
+        last_B = op.Max(op.Sub(last_slot_B, step.write_indices_B), 0)
         x_BSD = op.Reshape(x_MD, step.states_shape)
-        return op.GatherND(x_BSD, op.Unsqueeze(step.last_B, [1]), batch_dims=1)
+        x_BD = op.GatherND(x_BSD, op.Unsqueeze(last_B, [1]), batch_dims=1)
+        op.builder.pop_module()
+        return x_BD
+
+    def last_tokens(self, op: OpBuilder, x_MD: ir.Value, count: ir.Value, step: StaticStep) -> ir.Value:
+        """See Lowering.last_tokens; [M, D] -> [B x count, D]."""
+        op.builder.push_module("last")
+        x_BSD = op.Reshape(x_MD, step.states_shape)
+        x_XD = op.Flatten(op.Slice(x_BSD, op.Neg(count), [END], [1]), axis=2)
+        op.builder.pop_module()
+        return x_XD
 
 
 class CaptureLowering(StaticLowering):
@@ -183,18 +189,11 @@ class CaptureLowering(StaticLowering):
     name = "static-capture"
     mask_length = CAPACITY
 
-    def last_of(
-        self,
-        op: OpBuilder,
-        mask_BT: ir.Value,
-        slot_T: ir.Value,
-        query_slot_BS: ir.Value,
-        write_indices_B: ir.Value,
-    ) -> None:
-        """The last of the S is. To look for it would take a reduction, and on CUDA a library (cuDNN) for it."""
-
     def last(self, op: OpBuilder, x_MD: ir.Value, step: StaticStep) -> ir.Value:
-        """See Lowering.last; [M, D] -> [B, D]."""
+        """See Lowering.last; [M, D] -> [B, D]: the last of the S.
+
+        To look for it would take a reduction, and on CUDA a library (cuDNN) for it.
+        """
         if step.states_shape is None:
             return x_MD
         return op.Gather(op.Reshape(x_MD, step.states_shape), -1, axis=1)

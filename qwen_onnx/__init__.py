@@ -70,6 +70,7 @@ def load(
     cuda_graph: bool = True,
     tf32: bool = False,
     greedy_on_device: bool = False,
+    speculate: bool = False,
     gpu_mem_limit: int | None = None,
     max_context: int | None = None,
 ) -> Chat:
@@ -78,10 +79,11 @@ def load(
     Args:
         path: a folder made by `export`.
         provider: `auto`, `cpu`, `cuda` or `tensorrt`.
-        threads: cores to compute on; default all that this process may use.
+        threads: cores to compute on; default all physical ones that this process may use.
         cuda_graph: on CUDA, capture decode steps and replay them.
         tf32: on CUDA, let f32 products round their factors to 10 bits.
         greedy_on_device: choose the token in the graph, which feeds its own next step.
+        speculate: on the CPU, guess several tokens from the context and verify them in one step.
         gpu_mem_limit: most bytes of weights and activations on the GPU; the cache is not counted.
         max_context: use fewer positions than the export holds.
 
@@ -92,7 +94,15 @@ def load(
     from qwen_onnx.runners.runner import Runner
     from qwen_onnx.runners.session import SessionOptions
 
-    options = SessionOptions(provider, threads, cuda_graph, tf32, greedy_on_device, gpu_mem_limit)
+    options = SessionOptions(
+        provider,
+        threads=threads,
+        cuda_graph=cuda_graph,
+        tf32=tf32,
+        greedy_on_device=greedy_on_device,
+        speculate=speculate,
+        gpu_mem_limit=gpu_mem_limit,
+    )
     chat = Chat(Runner(Path(path), options, max_context=max_context))
     if chat.runner.engine is not None and not chat.runner.engine.checked:
         from qwen_onnx.engines import verify_engine  # here, because it imports what makes exports

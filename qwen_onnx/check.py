@@ -176,7 +176,7 @@ def _check_plan(folder: Path, manifest: Manifest) -> Finding:
 
 def _plans(config: QwenConfig, manifest: Manifest) -> list[GraphPlan]:
     if manifest.dtype in QUANTISED:  # whatever the block size
-        return quantised_plans(Blocks(QUANTISED[manifest.dtype], 32))
+        return quantised_plans(config, Blocks(QUANTISED[manifest.dtype], 32))
     return graph_plans(config, manifest.dtype)
 
 
@@ -236,8 +236,7 @@ def _check_logits(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Fin
         return dequantise(packed, scales, tensor.shape[1], Scheme(blocks.bits, blocks.block_size))
 
     wanted = reference_logits(checkpoint.config, read, ids, last=len(found))
-    kind = "int8" if manifest.quantised else chat.runner.compute_dtype
-    return compare_logits(found, wanted, kind, layers=manifest.num_hidden_layers)
+    return compare_logits(found, wanted, chat.runner.arithmetic, layers=manifest.num_hidden_layers)
 
 
 def _check_quality(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Finding:

@@ -61,7 +61,7 @@ def export(
     out: Annotated[Path | None, typer.Argument(help="Default ./NAME-DTYPE.")] = None,
     dtype: Annotated[str, typer.Option(help="f32, f16, bf16, int8 or int4.")] = "f32",
     block_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale in int8 and int4; default 32.")
+        int | None, typer.Option(help="Weights that share a scale in int8 and int4; default 128.")
     ] = None,
     revision: Revision = None,
     max_context: Annotated[int | None, typer.Option(help="Positions; default the model's own.")] = None,
@@ -98,12 +98,18 @@ def run(
         ),
     ] = None,
     revision: Revision = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Cores to compute on; default all.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Cores to compute on; default all physical ones.")
+    ] = None,
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph/--no-cuda-graph", help="On CUDA, capture decode and replay it.")
     ] = True,
     greedy_on_device: Annotated[
         bool, typer.Option("--greedy-on-device", help="Choose the token in the graph, which feeds itself.")
+    ] = False,
+    speculate: Annotated[
+        bool,
+        typer.Option("--speculate", help="Guess tokens from the context, verify several a step; on a CPU."),
     ] = False,
     tf32: Tf32 = False,
     gpu_mem_limit: Annotated[
@@ -126,8 +132,8 @@ def run(
         model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system,
         max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, provider=provider, dtype=dtype,
         revision=revision, threads=threads, cuda_graph=cuda_graph, tf32=tf32,
-        greedy_on_device=greedy_on_device, gpu_mem_limit=gpu_mem_limit, max_context=max_context,
-        top_logits=top_logits, stats=stats, as_json=as_json, cache_dir=cache_dir,
+        greedy_on_device=greedy_on_device, speculate=speculate, gpu_mem_limit=gpu_mem_limit,
+        max_context=max_context, top_logits=top_logits, stats=stats, as_json=as_json, cache_dir=cache_dir,
     )  # fmt: skip
     if code := run_model(options):
         raise typer.Exit(code)

@@ -52,6 +52,7 @@ WRITE_INDICES = "write_indices"
 SEQLENS_K = "seqlens_k"
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
 LOGIT_BIAS = "logit_bias"
+NUM_LOGITS_TO_KEEP = "num_logits_to_keep"
 LOGITS = "logits"
 NEXT = "next_"
 """What an output is called that becomes an input of the next step: `next_input_ids` and so on."""
@@ -59,13 +60,18 @@ NEXT = "next_"
 STEP_INPUTS = {
     "static": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
     "static-capture": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
+    "static-grouped": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
     "contrib": {SEQLENS_K, TOTAL_SEQUENCE_LENGTH},
     "portable": {ATTENTION_MASK, POSITION_IDS},
 }
-"""What the graphs of each lowering take in beside ids and cache; `greedy` takes LOGIT_BIAS too."""
+"""What the graphs of each lowering take in beside ids and cache; OF_ENTRY says what else."""
+
+OF_ENTRY = {"greedy": {LOGIT_BIAS}, "score": {NUM_LOGITS_TO_KEEP}}
+"""What some entries take in beside."""
 
 BATCH = "batch_size"
 SEQUENCE = "sequence_length"
+KEPT = "num_logits"
 LIVE = "total_sequence_length"
 CAPACITY = "cache_capacity"
 PAST = "past_sequence_length"
@@ -107,7 +113,8 @@ class GraphSpec:
     file: str
     entry: str
     """`prefill` (any number of tokens), `decode` (one token), `greedy` (any number, and the choice of the next),
-    `grow` (a cache buffer into a larger one), `shrink` (the first slots of a cache)."""
+    `score` (any number, and logits after as many as asked for), `grow` (a cache buffer into a
+    larger one), `shrink` (the first slots of a cache)."""
     lowering: str
     providers: tuple[str, ...]
     """Short names (`cpu`, `cuda`, `tensorrt`) of the providers this file is meant for."""
@@ -263,7 +270,7 @@ def _fault(manifest: Manifest) -> str | None:
             return f"{graph.file} has no cache of {manifest.num_hidden_layers} layers"
         if graph.lowering not in STEP_INPUTS:
             return f"{graph.file} is of lowering {graph.lowering!r}, which this version does not know"
-        if names - cache - {INPUT_IDS, LOGIT_BIAS} != STEP_INPUTS[graph.lowering]:
+        if names - cache - {INPUT_IDS} != STEP_INPUTS[graph.lowering] | OF_ENTRY.get(graph.entry, set()):
             return f"{graph.file} has not the inputs of lowering {graph.lowering}"
     if (golden := manifest.golden) is not None:
         ids = (*golden.prompt_ids, *golden.token_ids)

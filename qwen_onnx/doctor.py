@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from qwen_onnx.doctor_probe import MARK
+from qwen_onnx.runners.cores import physical_cores
 from qwen_onnx.runners.driver import Driver, Gpu
 from qwen_onnx.runners.libraries import Library
-from qwen_onnx.runners.session import PROVIDERS, available_cores, installed_distributions
+from qwen_onnx.runners.session import PROVIDERS, installed_distributions
 
 _MODULES = {
     "numpy": "numpy",
@@ -151,7 +152,7 @@ def examine(*, ask: Ask = ask) -> Report:
         python=platform.python_version(),
         executable=sys.executable,
         platform=platform.platform(),
-        cores=available_cores(),
+        cores=physical_cores(),
         packages=_packages(ask),
         runtime=runtime,
         driver=driver,

@@ -55,7 +55,7 @@ from qwen_onnx.weights import (
     write_safetensors,
 )
 
-DEFAULT_BLOCK_SIZE = 32
+DEFAULT_BLOCK_SIZE = 128
 _GOLDEN_FILE = "golden.json"
 _PACKAGES = ("qwen-onnx", "numpy", "onnx", "onnx-ir", "onnxscript", "ml_dtypes")
 
@@ -89,7 +89,7 @@ def export_model(
     Args:
         model: as a user names it, or already resolved to a folder.
         max_context: rows of the rotary tables; default the model's own context length.
-        block_size: weights that share a scale in int8 and int4; default 32.
+        block_size: weights that share a scale in int8 and int4; default 128.
         link: hard-link the checkpoint's files instead of copying them; only where no byte changes.
         force: replace an earlier export at `out`.
         progress: called with weight bytes written so far and in all.
@@ -152,7 +152,7 @@ class _Writer:
         self._progress = progress
         verify_depth(checkpoint)
         config = checkpoint.config
-        plans = quantised_plans(blocks) if blocks else graph_plans(config, dtype, packed=packed)
+        plans = quantised_plans(config, blocks) if blocks else graph_plans(config, dtype, packed=packed)
         self._models = [(plan, build_planned(plan, config, positions)) for plan in plans]
         self._rotary = rotary_tensors(config, positions)
         plain = build_planned(plain_plan(), config, positions)

@@ -12,9 +12,10 @@ from qwen_onnx.contract import DTYPES, Blocks, GraphSpec, TensorSpec
 from qwen_onnx.errors import UserError
 from qwen_onnx.graphs.build import build_decoder, build_grow, build_shrink, parameters
 from qwen_onnx.graphs.contrib import ContribLowering
+from qwen_onnx.graphs.grouped import GroupedLowering
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.portable import PortableLowering
-from qwen_onnx.graphs.quantised import QuantisedCaptureLowering, QuantisedLowering
+from qwen_onnx.graphs.quantised import QuantisedCaptureLowering, QuantisedContribLowering, QuantisedLowering
 from qwen_onnx.graphs.state import Precision
 from qwen_onnx.graphs.static import CaptureLowering, StaticLowering
 
@@ -32,14 +33,19 @@ class GraphPlan(NamedTuple):
     providers: tuple[str, ...]
 
 
-def quantised_plans(blocks: Blocks) -> list[GraphPlan]:
-    """The graph files of an int8 or int4 export, which computes in f32 on the CPU."""
-    precision = Precision(ir.DataType.FLOAT, ir.DataType.FLOAT, blocks)
-    static = QuantisedLowering()
-    lowerings = {"prefill": static, "decode": static, "greedy": QuantisedCaptureLowering(), "grow": static}
+def quantised_plans(config: QwenConfig, blocks: Blocks) -> list[GraphPlan]:
+    """The graph files of an int8 or int4 export: its activations are f32 on the CPU, f16 on CUDA."""
+    plain, capture = QuantisedLowering(), QuantisedCaptureLowering()
+    fused = _fused(config, QuantisedContribLowering())
+    of_cpu = {"prefill": fused or plain, "decode": fused or plain, "greedy": fused or capture, "grow": plain}
+    of_cuda = {**dict.fromkeys(of_cpu, fused or capture), "grow": plain}
+    f32, f16 = (
+        Precision(ir.DataType.FLOAT, kind, blocks) for kind in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    )
     return [
-        GraphPlan(f"{entry}.onnx", entry, lowering, precision, ("cpu",))
-        for entry, lowering in lowerings.items()
+        *(GraphPlan(f"{entry}.onnx", entry, of_cpu[entry], f32, ("cpu",)) for entry in of_cpu),
+        GraphPlan("score.onnx", "score", of_cpu["prefill"], f32, ("cpu",)),
+        *(GraphPlan(f"{entry}.cuda.onnx", entry, of_cuda[entry], f16, ("cuda",)) for entry in of_cuda),
     ]
 
 
@@ -67,21 +73,30 @@ def graph_plans(config: QwenConfig, dtype: str, *, packed: bool = True) -> list[
         both = ("cpu", "cuda")
         return [
             *(GraphPlan(f"{entry}.onnx", entry, static, own, ("cpu",)) for entry in ("prefill", "decode")),
+            GraphPlan("decode.grouped.onnx", "decode", GroupedLowering(), own, ("cpu",)),
             *(
                 GraphPlan(f"{entry}.cuda.onnx", entry, capture, own, ("cuda",))
                 for entry in ("prefill", "decode")
             ),
             *(GraphPlan(f"{entry}.onnx", entry, of_cpu[entry], own, both) for entry in ("greedy", "grow")),
+            GraphPlan("score.onnx", "score", static, own, ("cpu",)),
             *_of_tensorrt(portable, own),
         ]
-    # GroupQueryAttention rotates heads of such sizes only; every published Qwen has 64 or 128.
-    fused = ContribLowering(packed=packed) if config.head_dim % 16 == 0 else capture
-    of_cuda = {**dict.fromkeys(of_cpu, fused), "grow": static}
+    of_cuda = {
+        **dict.fromkeys(of_cpu, _fused(config, ContribLowering(packed=packed)) or capture),
+        "grow": static,
+    }
     return [
         *(GraphPlan(f"{entry}.onnx", entry, of_cuda[entry], own, ("cuda",)) for entry in of_cuda),
         *(GraphPlan(f"{entry}.cpu.onnx", entry, of_cpu[entry], on_cpu, ("cpu",)) for entry in of_cpu),
+        GraphPlan("score.cpu.onnx", "score", static, on_cpu, ("cpu",)),
         *_of_tensorrt(portable, own),
     ]
+
+
+def _fused(config: QwenConfig, lowering: ContribLowering) -> ContribLowering | None:
+    """GroupQueryAttention rotates heads of such sizes only; every published Qwen has 64 or 128."""
+    return lowering if config.head_dim % 16 == 0 else None
 
 
 def _of_tensorrt(portable: Lowering, precision: Precision) -> list[GraphPlan]:
@@ -104,6 +119,7 @@ def build_planned(plan: GraphPlan, config: QwenConfig, positions: int) -> ir.Mod
         positions=positions,
         single=plan.entry == "decode",
         greedy=plan.entry == "greedy",
+        score=plan.entry == "score",
     )
 
 

@@ -42,6 +42,7 @@ class RunOptions:
     cuda_graph: bool
     tf32: bool
     greedy_on_device: bool
+    speculate: bool
     gpu_mem_limit: int | None
     max_context: int | None
     top_logits: int
@@ -141,11 +142,12 @@ def _open(options: RunOptions) -> Chat:
         raise UserError(f"{folder}: holds {held}, --dtype {options.dtype} asked for")
     session = SessionOptions(
         options.provider,
-        options.threads,
-        options.cuda_graph,
-        options.tf32,
-        options.greedy_on_device,
-        None if options.gpu_mem_limit is None else options.gpu_mem_limit << 20,
+        threads=options.threads,
+        cuda_graph=options.cuda_graph,
+        tf32=options.tf32,
+        greedy_on_device=options.greedy_on_device,
+        speculate=options.speculate,
+        gpu_mem_limit=None if options.gpu_mem_limit is None else options.gpu_mem_limit << 20,
     )
     chat = Chat(Runner(folder, session, max_context=options.max_context))
     if options.provider == "auto":

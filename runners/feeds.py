@@ -61,13 +61,18 @@ class ContribFeeds:
 
     by_row = True
 
+    def __init__(self, *, fixed: bool) -> None:
+        """`fixed`: what is read in host memory never changes, since a captured graph could not follow."""
+        self._fixed = fixed
+
     def arrays(self, cache: KVCache, input_ids: NDArray[np.int64], start: int) -> Arrays:
         """See Feeds.arrays; for one token a row."""
+        live = cache.counts(cache.length)
         return {
             contract.INPUT_IDS: input_ids.copy(),  # as above
-            contract.SEQLENS_K: (cache.counts(cache.length) - 1).astype(np.int32),
-            # Not the live length, which a captured graph could not follow: anything from there on will do.
-            contract.TOTAL_SEQUENCE_LENGTH: np.array(cache.capacity, np.int32),
+            contract.SEQLENS_K: (live - 1).astype(np.int32),
+            # Anything from the live length on will do; the CPU provider is fastest with just that.
+            contract.TOTAL_SEQUENCE_LENGTH: np.array(cache.capacity if self._fixed else live.max(), np.int32),
         }
 
     def of_row(self, cache: KVCache, row: int, input_ids: NDArray[np.int64], start: int) -> Arrays:

@@ -40,6 +40,8 @@ class FixedSteps:
         """`capture`: the session captures CUDA graphs. `chooses`: its graph ends in the choice of the token."""
         self.session, self.names, self.feeds, self.device = session, names, feeds, device
         self.vocab_size, self.capture, self.chooses = vocab_size, capture, chooses
+        self.scores = any(value.name == contract.NUM_LOGITS_TO_KEEP for value in session.get_inputs())
+        """The graph asks after how many tokens logits are wanted."""
         self.logit_bias = from_numpy(np.zeros(vocab_size, np.float32), device) if chooses else None
         self.idle: list[Buffers] = []
         """Of caches that are gone: ONNX Runtime releases no captured graph, so buffers and graph serve again."""
@@ -81,6 +83,23 @@ class FixedSteps:
         else:
             self._run_tokens(step, cache, self.feeds.arrays(cache, input_ids, start), None)
 
+    def score(
+        self, cache: KVCache, input_ids: NDArray[np.int64], start: int, count: int
+    ) -> NDArray[np.float32]:
+        """See Steps.score; eagerly, whatever the number of tokens."""
+        step: BoundStep = cache.binding
+        if step is None:
+            step = cache.binding = BoundStep(self, cache)
+        step.forget()
+        on_host = np.zeros((cache.batch_size, count, self.vocab_size), np.float32)
+        logits = from_numpy(on_host, self.device)
+        if self.feeds.by_row:
+            for row in range(cache.batch_size):
+                self._run_tokens(step, cache, self.feeds.of_row(cache, row, input_ids, start), row, logits)
+        else:
+            self._run_tokens(step, cache, self.feeds.arrays(cache, input_ids, start), None, logits)
+        return on_host if self.device == "cpu" else np.asarray(logits.numpy())
+
     def logits(self, cache: KVCache) -> NDArray[np.float32]:
         """See Steps.logits."""
         step: BoundStep = cache.binding
@@ -91,17 +110,22 @@ class FixedSteps:
         step: BoundStep = cache.binding
         return step.read_chosen()
 
-    def _run_tokens(self, step: BoundStep, cache: KVCache, arrays: Arrays, row: int | None) -> None:
-        """Several tokens of all rows, or of one. What comes out lies where the next step finds it."""
+    def _run_tokens(
+        self, step: BoundStep, cache: KVCache, arrays: Arrays, row: int | None, logits: Any = None
+    ) -> None:
+        """Several tokens of all rows, or of one. What comes out lies where the next step finds it, or in `logits`."""
         binding = self.session.io_binding()
         if row is None:
             self.names.bind(binding, cache)
         else:
             self.names.bind_row(binding, cache, row)
-        outputs = {contract.LOGITS: step.logits}
+        outputs = {contract.LOGITS: step.logits if logits is None else logits}
+        if self.scores:
+            count = outputs[contract.LOGITS].shape()[1]
+            arrays = arrays | {contract.NUM_LOGITS_TO_KEEP: np.array(count, np.int64)}
         for name, array in arrays.items():
             device = "cpu" if name in _ON_HOST else self.device
-            binding.bind_ortvalue_input(name, from_numpy(np.ascontiguousarray(array), device))
+            binding.bind_ortvalue_input(name, from_numpy(np.asarray(array, order="C"), device))
         if self.chooses:
             binding.bind_ortvalue_input(contract.LOGIT_BIAS, self.logit_bias)
             outputs |= {contract.NEXT + name: step.inputs[name] for name in step.advanced}
@@ -124,9 +148,13 @@ class BoundStep:
             name: from_numpy(array.copy(), "cpu" if name in _ON_HOST else steps.device)
             for name, array in arrays.items()
         }
+        if steps.scores:
+            self.inputs[contract.NUM_LOGITS_TO_KEEP] = from_numpy(np.array(1, np.int64), steps.device)
         self.held: Arrays = {}
         """What the device is known to hold of the inputs; nothing is copied that is there already."""
-        self.logits = from_numpy(np.zeros((cache.batch_size, 1, steps.vocab_size), np.float32), steps.device)
+        self._host_logits = np.zeros((cache.batch_size, 1, steps.vocab_size), np.float32)
+        self.logits = from_numpy(self._host_logits, steps.device)
+        """On the CPU over the array's own memory."""
         self.advanced = [contract.INPUT_IDS, *steps.feeds.after(arrays)] if steps.chooses else []
         """Inputs that the graph writes for its next step."""
         self._binding = steps.session.io_binding()
@@ -170,8 +198,10 @@ class BoundStep:
 
     def read_logits(self) -> NDArray[np.float32]:
         """A copy on the host, [batch, vocab]."""
+        if self._steps.device == "cpu":
+            return self._host_logits[:, 0].copy()
         logits: NDArray[np.float32] = self.logits.numpy()
-        return logits[:, 0].copy() if self._steps.device == "cpu" else logits[:, 0]
+        return logits[:, 0]
 
     def read_chosen(self) -> NDArray[np.int64]:
         """The chosen ids, [batch]; the device goes on from them by itself."""
@@ -184,5 +214,5 @@ class BoundStep:
             held = self.held.get(name)
             if held is not array and (held is None or not np.array_equal(held, array)):
                 self.held.pop(name, None)  # before it, as above
-                self.inputs[name].update_inplace(np.ascontiguousarray(array))
+                self.inputs[name].update_inplace(np.asarray(array, order="C"))
                 self.held[name] = array

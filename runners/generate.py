@@ -1,10 +1,10 @@
-"""From logits to token ids: greedy decoding of one sequence, a step at a time."""
+"""From logits to token ids: greedy decoding of one sequence."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.sampling import greedy, top, without_nameless
+from qwen_onnx.runners.speculate import PromptLookup, is_near
 
 
 class FinishReason(enum.StrEnum):
@@ -38,6 +39,13 @@ class LogitsModel(Protocol):
     @property
     def chooses(self) -> bool:
         """The device chooses the ids; the `greedy` methods do it."""
+
+    @property
+    def scores(self) -> bool:
+        """`score` works, so that guesses can be verified."""
+
+    def score(self, cache: KVCache, input_ids: NDArray[np.int64], count: int) -> NDArray[np.float32]:
+        """[1, S] ids to the logits after the last `count`, [1, count, vocab]."""
 
     def prefill(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """[1, S] ids to [1, vocab] logits."""
@@ -109,28 +117,83 @@ def generate_ids(
     # The last id is computed even where the cache holds it: its logits are what is needed.
     cached = cache.shared_prefix(prompt_ids[:-1])
     cache.truncate(cached)
+
+    def named(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        return without_nameless(logits, size, holes)
+
+    lookup = PromptLookup(prompt_ids) if model.scores else None
     new_ids, made = np.array([prompt_ids[cached:]], np.int64), 0
     while True:
-        logits = None
-        if model.chooses:
-            choose = model.decode_greedy if made else model.prefill_greedy
-            token_id = int(choose(cache, new_ids)[0])
+        if lookup is None:
+            chosen = [_choose(model, cache, new_ids, named, first=not made)]
         else:
-            logits = (model.decode if made else model.prefill)(cache, new_ids)
-            token_id = greedy(without_nameless(logits[0], size, holes))
-        made += 1
-        reason = None
-        if token_id in eos_token_ids and not options.ignore_eos:
-            reason = FinishReason.EOS
-        elif made == options.max_new_tokens:
-            reason = FinishReason.LENGTH
-        elif cache.length >= model.context_length:
-            reason = FinishReason.CONTEXT
-        best: tuple[tuple[int, float], ...] = ()
-        if options.top_logits:
-            logits = model.logits(cache) if logits is None else logits
-            best = tuple(top(without_nameless(logits[0], size, holes), options.top_logits))
-        yield GeneratedId(token_id, reason, best)
-        if reason is not None:
-            return
+            room = model.context_length - cache.length - new_ids.shape[1]
+            left = room if options.max_new_tokens is None else options.max_new_tokens - made - 1
+            drafts = lookup.draft(min(room, left)) if made else []
+            chosen = _verified(model, cache, new_ids, drafts, named, first=not made)
+            lookup.extend([token_id for token_id, _ in chosen])
+            if drafts:
+                lookup.learn(len(chosen) - 1)
+        for later, (token_id, logits) in zip(reversed(range(len(chosen))), chosen, strict=True):
+            made += 1
+            reason = None
+            if token_id in eos_token_ids and not options.ignore_eos:
+                reason = FinishReason.EOS
+            elif made == options.max_new_tokens:
+                reason = FinishReason.LENGTH
+            elif not later and cache.length >= model.context_length:
+                reason = FinishReason.CONTEXT
+            if reason is not None:
+                cache.truncate(cache.length - later)  # guesses that were right, and are not wanted
+            best: tuple[tuple[int, float], ...] = ()
+            if options.top_logits:
+                logits = named(model.logits(cache)[0]) if logits is None else logits
+                best = tuple(top(logits, options.top_logits))
+            yield GeneratedId(token_id, reason, best)
+            if reason is not None:
+                return
         new_ids = np.array([[token_id]], np.int64)
+
+
+_Chosen = tuple[int, NDArray[np.float32] | None]
+"""An id, and the logits it was chosen from where the host has them."""
+
+_Named = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+
+def _choose(
+    model: LogitsModel, cache: KVCache, new_ids: NDArray[np.int64], named: _Named, *, first: bool
+) -> _Chosen:
+    """The next id after these."""
+    if model.chooses:
+        choose = model.prefill_greedy if first else model.decode_greedy
+        return int(choose(cache, new_ids)[0]), None
+    logits = named((model.prefill if first else model.decode)(cache, new_ids)[0])
+    return greedy(logits), logits
+
+
+def _verified(
+    model: LogitsModel,
+    cache: KVCache,
+    new_ids: NDArray[np.int64],
+    drafts: Sequence[int],
+    named: _Named,
+    *,
+    first: bool,
+) -> list[_Chosen]:
+    """The next ids after these, one more than the drafts that are right; what the cache holds is right."""
+    if not drafts:
+        return [_choose(model, cache, new_ids, named, first=first)]
+    start = cache.length
+    chosen: list[_Chosen] = []
+    given = np.concatenate([new_ids, np.array([drafts], np.int64)], axis=1)
+    for index, row in enumerate(model.score(cache, given, given.shape[1])[0]):
+        logits = named(row)
+        if is_near(logits):
+            cache.truncate(start + index)
+            return [*chosen, _choose(model, cache, given[:, index : index + 1], named, first=False)]
+        chosen.append((greedy(logits), logits))
+        if index == len(drafts) or chosen[-1][0] != drafts[index]:
+            break
+    cache.truncate(start + len(chosen))
+    return chosen

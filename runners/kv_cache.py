@@ -52,12 +52,14 @@ class KVCache:
         batch_size: int,
         limit: int,
         idle: list[Buffers] | None = None,
+        tight: bool = False,
     ) -> None:
         """An empty cache.
 
         Args:
             spec: one cache input of the graph, of `count`.
             limit: the most slots ever.
+            tight: it grows by an eighth at a time, once it is large, and not to twice its size.
             idle: buffers of caches that are gone; taken from here, and given back when this one is gone too.
 
         Raises:
@@ -66,7 +68,7 @@ class KVCache:
         self.batch_size, self.limit = batch_size, limit
         self.length = 0
         """Slots in use, padding included."""
-        self._spec, self._count, self._device, self._idle = spec, count, device, idle
+        self._spec, self._count, self._device, self._idle, self._tight = spec, count, device, idle, tight
         found = next((held for held in idle or () if held.batch_size == batch_size), None)
         if found is not None and idle is not None:
             idle.remove(found)
@@ -181,7 +183,8 @@ class KVCache:
     def _bucket(self, wanted: int) -> int:
         capacity = self.capacity
         while capacity < wanted:
-            capacity *= 2
+            tight = self._tight and capacity >= 8 * SMALLEST_CAPACITY
+            capacity += capacity // 8 if tight else capacity
         return min(capacity, self.limit)
 
     def _widen(self, capacity: int) -> None:

@@ -14,8 +14,10 @@ from qwen_onnx.errors import NonFiniteLogitsError, UserError
 from qwen_onnx.runners.engine import DEFAULT_CAPACITY, Engine
 from qwen_onnx.runners.fixed_steps import FixedSteps
 from qwen_onnx.runners.kv_cache import KVCache
+from qwen_onnx.runners.phased_steps import PhasedSteps
 from qwen_onnx.runners.providers import choose_provider
 from qwen_onnx.runners.session import SessionOptions, import_onnxruntime
+from qwen_onnx.runners.sliced_steps import SlicedSteps
 from qwen_onnx.runners.steps import open_graph
 
 T = TypeVar("T")
@@ -69,6 +71,11 @@ class Runner:
     def compute_dtype(self) -> str:
         """What hidden states and cache are held in: float32, float16 or bfloat16."""
         return self._opened.cache_spec.dtype
+
+    @property
+    def arithmetic(self) -> str:
+        """What products are computed in: int8 over quantised weights, else as `compute_dtype`."""
+        return "int8" if self.manifest.quantised else self.compute_dtype
 
     @property
     def graph(self) -> GraphSpec:
@@ -149,12 +156,40 @@ class Runner:
         """As `decode`, but the device chooses. Where the ids are those it chose last, nothing is copied to it."""
         return self._append(cache, input_ids, None, self._chosen)
 
+    @property
+    def scores(self) -> bool:
+        """The graph puts out logits after several tokens: `score` works."""
+        return self.graph.entry == "score"
+
+    def score(self, cache: KVCache, input_ids: NDArray[np.int64], count: int) -> NDArray[np.float32]:
+        """Append tokens, at most a chunk, in one step; f32 logits after the last `count`, [batch, count, vocab].
+
+        Raises:
+            ValueError: not opened with `speculate`.
+            UserError, NonFiniteLogitsError: as `prefill`.
+        """
+        steps = self._steps
+        if not self.scores or not isinstance(steps, SlicedSteps | PhasedSteps | FixedSteps):
+            raise ValueError("not opened with speculate")
+        if not 0 < count <= input_ids.shape[1] <= self._chunk(cache):
+            raise ValueError(
+                f"{input_ids.shape[1]} tokens, {count} logits: at most a chunk of tokens is possible"
+            )
+        found: list[NDArray[np.float32]] = []
+
+        def advance(held: KVCache, new_ids: NDArray[np.int64], start: int) -> None:
+            found.append(steps.score(held, new_ids, start, count))
+
+        return self._append(cache, input_ids, None, lambda held: self._finite(held, found[0]), advance)
+
     def logits(self, cache: KVCache) -> NDArray[np.float32]:
         """What the last ids were chosen from on the device, f32 [batch, vocab]."""
         return self._steps.logits(cache)
 
     def _finite_logits(self, cache: KVCache) -> NDArray[np.float32]:
-        logits = self._steps.logits(cache)
+        return self._finite(cache, self._steps.logits(cache))
+
+    def _finite(self, cache: KVCache, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         # The product is finite if all are, unless the logits are absurd, and takes a third of the time.
         if not np.isfinite(np.vdot(logits, logits)) and not np.isfinite(logits).all():
             cache.renew()
@@ -176,8 +211,10 @@ class Runner:
         input_ids: NDArray[np.int64],
         attention_mask: NDArray[np.int64] | None,
         read: Callable[[KVCache], T],
+        advance: Callable[[KVCache, NDArray[np.int64], int], None] | None = None,
     ) -> T:
         """Tokens into the cache, a chunk at a time; what is to be read after the last one."""
+        advance = advance or self._steps.advance
         if read == self._chosen and not self.chooses:
             raise ValueError("not opened with greedy_on_device")
         input_ids = np.ascontiguousarray(input_ids, np.int64)
@@ -191,7 +228,7 @@ class Runner:
             start = cache.length
             try:
                 cache.append(input_ids[:, chunk], mask[:, chunk], self._opened.grow)
-                self._steps.advance(cache, input_ids[:, chunk], start)
+                advance(cache, input_ids[:, chunk], start)
                 done = chunk.stop
                 if done >= input_ids.shape[1]:
                     return read(cache)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_onnx.contract import MIN_ONNXRUNTIME, GraphSpec, Manifest
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.cores import physical_cores
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -42,13 +43,15 @@ class SessionOptions:
     provider: str = "auto"
     """auto, cpu, cuda or tensorrt."""
     threads: int | None = None
-    """None: on the CPU as many as there are cores for this process, else 1."""
+    """None: on the CPU one for each physical core that this process may use, else 1."""
     cuda_graph: bool = True
     """Capture decode steps as CUDA graphs and replay them; on the CUDA provider."""
     tf32: bool = False
     """Let f32 products on CUDA round their factors to 10 bits (TensorFloat-32)."""
     greedy_on_device: bool = False
     """Choose greedy tokens in the graph, which feeds its own next step."""
+    speculate: bool = False
+    """Guess several greedy tokens from what the context says already, and verify them in one step; on the CPU."""
     gpu_mem_limit: int | None = None
     """Most bytes of a session on CUDA, weights and activations; the cache is not counted. None: no limit."""
 
@@ -58,9 +61,11 @@ class SessionOptions:
                 raise UserError(f"{name} {value!r}: a whole number wanted, or None")
         if self.gpu_mem_limit is not None and not 0 < self.gpu_mem_limit < 2**63:
             raise UserError(f"gpu_mem_limit {self.gpu_mem_limit}: 1 to {2**63 - 1} bytes wanted")
-        for name in ("cuda_graph", "tf32", "greedy_on_device"):
+        for name in ("cuda_graph", "tf32", "greedy_on_device", "speculate"):
             if type(getattr(self, name)) is not bool:
                 raise UserError(f"{name} {getattr(self, name)!r}: True or False wanted")
+        if self.speculate and self.greedy_on_device:
+            raise UserError("greedy_on_device takes one token a step, speculate several: choose one of them")
 
 
 def import_onnxruntime(*, at_least: str = MIN_ONNXRUNTIME) -> Any:
@@ -123,10 +128,12 @@ def open_session(
     settings.log_severity_level = SILENT
     threads = options.threads
     if threads is None:  # on a GPU what is left to the CPU is the arithmetic of shapes
-        threads = available_cores() if provider == "cpu" else 1
+        threads = physical_cores() if provider == "cpu" else 1
     if not 0 < threads <= _MOST_THREADS:
         raise UserError(f"{threads} threads asked for; 1 to {_MOST_THREADS} are possible")
     settings.intra_op_num_threads = threads
+    if provider == "cpu":
+        settings.add_session_config_entry("session.prepack.enable_parallel", "1")
     if map_weights:
         settings.add_session_config_entry("session.disable_prepacking", "1")
     chosen = {
@@ -174,13 +181,6 @@ def provider_options(
     if gpu_mem_limit is not None:
         options["gpu_mem_limit"] = str(gpu_mem_limit)
     return options
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def verify_sizes(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:

@@ -14,11 +14,12 @@ from qwen_onnx.contract import GraphSpec, Manifest, TensorSpec
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.bindings import CacheNames, run_bound
 from qwen_onnx.runners.engine import Engine, open_engine
-from qwen_onnx.runners.feeds import CaptureFeeds, ContribFeeds
+from qwen_onnx.runners.feeds import CaptureFeeds, ContribFeeds, Feeds
 from qwen_onnx.runners.fixed_steps import FixedSteps
 from qwen_onnx.runners.growing_steps import GrowingCache, GrowingSteps
 from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.libraries import cuda_libraries
+from qwen_onnx.runners.phased_steps import PhasedSteps
 from qwen_onnx.runners.session import SessionOptions, open_session, verify_sizes
 from qwen_onnx.runners.sliced_steps import SlicedSteps
 
@@ -37,6 +38,15 @@ class Steps(Protocol):
 
     def logits(self, cache: KVCache) -> NDArray[np.float32]:
         """The f32 logits [batch, vocab] after the step just made with this cache."""
+
+
+class Scorer(Protocol):
+    """Steps of a `score` graph."""
+
+    def score(
+        self, cache: KVCache, input_ids: NDArray[np.int64], start: int, count: int
+    ) -> NDArray[np.float32]:
+        """As `advance`, for tokens without padding; the logits after the last `count`, [batch, count, vocab]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +78,13 @@ class Opened:
                 f"a batch of {batch_size}: engines of TensorRT are built for 1; use --provider cuda"
             )
         count = sum(spec.name.startswith("past_key_values.") for spec in self.graph.inputs)
+        # A step of these reads all slots on the CPU: few should be empty.
+        tight = isinstance(self.steps, PhasedSteps)
         kind = GrowingCache if isinstance(self.steps, GrowingSteps) else KVCache
         idle = self.steps.idle if isinstance(self.steps, FixedSteps) else None
-        return kind(self.cache_spec, count, self.device, batch_size=batch_size, limit=limit, idle=idle)
+        return kind(
+            self.cache_spec, count, self.device, batch_size=batch_size, limit=limit, idle=idle, tight=tight
+        )
 
     def grow(self, small: Any, large: Any) -> None:
         """Copy a cache buffer into the front of a larger one, on the device."""
@@ -84,6 +98,12 @@ class Opened:
 def _cudnn_fault() -> str | None:
     """Why cuDNN does not load; of our operators ArgMax alone needs it, so CUDA starts without."""
     return next((library.fault for library in cuda_libraries() if "cudnn" in library.name), None)
+
+
+def _grouped_decode(manifest: Manifest, provider: str) -> GraphSpec | None:
+    """The graph of single tokens that is faster for them than that of prompts."""
+    found = (graph for graph in manifest.graphs if graph.lowering == "static-grouped")
+    return next((graph for graph in found if provider in graph.providers), None)
 
 
 def open_graph(
@@ -100,7 +120,15 @@ def open_graph(
     Raises:
         UserError: the export has none, is damaged, or does not load.
     """
-    graph = manifest.graph("greedy" if options.greedy_on_device else "prefill", provider)
+    if options.speculate and provider != "cpu":
+        raise UserError(f"--speculate is for the CPU, not {provider}; leave it out")
+    if options.speculate and manifest.quantised:
+        raise UserError(
+            f"--speculate: the activations of {manifest.dtype} round otherwise when several tokens go at once, so "
+            "that the answer could be another; use an export in f32, f16 or bf16"
+        )
+    entry = "greedy" if options.greedy_on_device else "score" if options.speculate else "prefill"
+    graph = manifest.graph(entry, provider)
     verify_sizes(folder, manifest, graph)
     names, vocab_size = CacheNames.of(manifest.num_hidden_layers), manifest.vocab_size
     device = DEVICES[provider]
@@ -119,7 +147,7 @@ def open_graph(
         growing = GrowingSteps(session, shrink, names, device=device, vocab_size=vocab_size)
         return Opened(graph, growing, engine, None, device)
 
-    # Weights of another type are cast to f32 copies at load anyway: there is nothing to map.
+    # Of weights of another type ONNX Runtime makes copies anyway: there is nothing to map.
     mapped = provider == "cpu" and manifest.dtype == "f32"
     capture = provider == "cuda" and options.cuda_graph
     if provider == "cuda" and graph.entry == "greedy" and (fault := _cudnn_fault()):
@@ -128,16 +156,26 @@ def open_graph(
     grow_graph = manifest.graph("grow", provider)
     verify_sizes(folder, manifest, grow_graph)
     grow = open_session(folder / grow_graph.file, provider, one_thread)
-    feeds: dict[str, type[CaptureFeeds] | type[ContribFeeds]] = {
-        "static-capture": CaptureFeeds,
-        "contrib": ContribFeeds,
+    feeds: dict[str, Feeds] = {
+        "static-capture": CaptureFeeds(),
+        "static-grouped": CaptureFeeds(),
+        "contrib": ContribFeeds(fixed=provider != "cpu"),
     }
     steps: Steps
     if graph.lowering == "static":
-        steps = SlicedSteps(session, names, vocab_size=vocab_size)
+        decode = _grouped_decode(manifest, provider) if mapped else None
+        steps = sliced = SlicedSteps(session, names, vocab_size=vocab_size, keeps_binding=decode is None)
+        if decode is not None:
+            verify_sizes(folder, manifest, decode)
+            own = open_session(folder / decode.file, provider, options, map_weights=mapped)
+            fixed = FixedSteps(
+                own, names, feeds[decode.lowering], device=device, vocab_size=vocab_size, capture=False,
+                chooses=False,
+            )  # fmt: skip
+            steps = PhasedSteps(sliced, fixed)
     elif graph.lowering in feeds:
         steps = FixedSteps(
-            session, names, feeds[graph.lowering](), device=device, vocab_size=vocab_size, capture=capture,
+            session, names, feeds[graph.lowering], device=device, vocab_size=vocab_size, capture=capture,
             chooses=graph.entry == "greedy",
         )  # fmt: skip
     else:

@@ -53,7 +53,12 @@ class Exported:
         return self._wanted[key]
 
     def graph(self, entry: str, lowering: str = "static") -> contract.GraphSpec:
-        """The first graph that the manifest has of `entry` in this lowering, whatever provider it is meant for."""
+        """The first graph that the manifest has of `entry` in this lowering, whatever provider it is meant for.
+
+        Prompts of `static-grouped`, which has none, go to `static-capture`, whose cache is alike.
+        """
+        if lowering == "static-grouped" and entry != "decode":
+            lowering = "static-capture"
         for spec in self.manifest.graphs:
             if (spec.entry, spec.lowering) == (entry, lowering):
                 return spec

@@ -20,7 +20,7 @@ SHAPE_ARITHMETIC = {"Squeeze", "Concat"}
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("entry", ["prefill", "decode", "greedy", "grow"])
 def test_every_node_runs_on_the_device(
     name: str, dtype: str, entry: str, exported: Callable[..., Exported], stand_ins: Path

@@ -45,6 +45,13 @@ class Scripted:
     def chooses(self) -> bool:
         return False
 
+    @property
+    def scores(self) -> bool:
+        return False
+
+    def score(self, cache: KVCache, input_ids: np.ndarray, count: int) -> np.ndarray:
+        raise AssertionError("this model scores nothing")
+
     def prefill_greedy(self, cache: KVCache, input_ids: np.ndarray) -> np.ndarray:
         raise AssertionError("this model chooses nothing")
 

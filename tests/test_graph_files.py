@@ -183,7 +183,7 @@ def test_graphs_are_plain_and_small(name: str, dtype: str, exported: Export) -> 
             where = (spec.file, node.name)
             scope, _, kind = node.name.rpartition("/")
             assert kind.startswith(node.op_type), where
-            assert scope.split(".")[0] in ("model", "lm_head", "step", "choose", ""), where
+            assert scope.split(".")[0] in ("model", "lm_head", "step", "last", "choose", ""), where
             assert scope != "choose" or spec.entry == "greedy", where
             assert scope or node.op_type in SCOPELESS, where
             assert (node.domain == "com.microsoft") is (node.op_type in CONTRIB_OPERATORS), where

@@ -26,6 +26,7 @@ SLICED = [
 ]
 WHOLE = [
     *((name, "f32", "static-capture") for name in ("qwen2", "qwen2_yarn", "qwen3", "qwen3_head_dim_48")),
+    *((name, "f32", "static-grouped") for name in ("qwen2", "qwen2_14_2", "qwen3")),
     *((name, "f16", "static-capture") for name in ("qwen2_14_2", "qwen2_head_dim_2")),
 ]
 """Attend over the whole cache. In f16 these are what heads get whose size GroupQueryAttention does not take, and
@@ -36,6 +37,7 @@ SEVERAL_STEPS = [
     ("qwen3", "static"),
     ("qwen2_yarn", "static"),
     ("qwen2", "static-capture"),
+    ("qwen2", "static-grouped"),
 ]
 
 
@@ -128,6 +130,7 @@ def test_ragged_rows_padded_on_the_right(name: str, dtype: str, lowering: str, e
         ("qwen2", "f16", "static"),
         ("qwen3", "bf16", "static"),
         ("qwen2", "f32", "static-capture"),
+        ("qwen2", "f32", "static-grouped"),
         ("qwen2_14_2", "f16", "static-capture"),
     ],
 )
@@ -143,7 +146,11 @@ def test_a_row_that_may_look_at_nothing_is_finite(
 
 @pytest.mark.parametrize(
     ("name", "lowering"),
-    [*((name, "static") for name in CONFIGS), *((name, "static-capture") for name in CONFIGS)],
+    [
+        *((name, "static") for name in CONFIGS),
+        *((name, "static-capture") for name in CONFIGS),
+        ("qwen3", "static-grouped"),
+    ],
 )
 def test_64_greedy_ids_are_those_of_the_reference(name: str, lowering: str, exported: Export) -> None:
     """By induction: each id is the reference's choice after the ids before it."""

@@ -15,6 +15,7 @@ from cuda_graphs_on_cpu import (
     GREEDY_ON_CPU,
     LONG,
     OnCpu,
+    names_of,
     note_uploads,
     opened,
     serve_cuda_graphs_on_cpu,
@@ -23,6 +24,7 @@ from cuda_graphs_on_cpu import on_cpu as on_cpu
 from exports import IDS, ON_CPU, Exported, export_checkpoint
 from tolerances import EXACT, assert_close
 
+from qwen_onnx import contract
 from qwen_onnx.errors import NonFiniteLogitsError
 from qwen_onnx.runners import fixed_steps, kv_cache
 from qwen_onnx.runners.runner import Runner
@@ -79,7 +81,8 @@ def test_a_step_uploads_nothing(runner: Runner, model: Exported, monkeypatch: py
     for _ in range(20):
         best = runner.decode_greedy(cache, best[:, None])
         found.append(best)
-    assert not uploaded
+    # On a CPU the contrib graph is told the live length, which is quickest; where it is captured nothing comes up.
+    assert set(names_of(uploaded, cache)) <= {contract.TOTAL_SEQUENCE_LENGTH}
     assert np.stack(found, axis=1).tolist() == answer(opened(model, ON_CPU), IDS[:2, :9], 22)[:, 2:].tolist()
 
 

@@ -14,6 +14,7 @@ import pytest
 from chats import copy_export, tiny
 from checkpoints import CONFIGS, write_checkpoint
 from command import command
+from damage import change_manifest
 from exports import IDS, ON_CPU, decode_all
 from tolerances import F32, INT8_ACTIVATIONS, assert_close
 
@@ -81,7 +82,7 @@ def test_the_graphs_compute_with_the_weights_in_the_file(
     model = exported_blocks(*case)
     wanted = model.wanted(IDS[0, :TOKENS])
     folder = copy_export(model.folder, tmp_path / "exact")
-    for name in ("prefill", "decode", "greedy"):
+    for name in ("prefill", "decode", "greedy", "score"):
         path = folder / f"{name}.onnx"
         graph = onnx.load(path, load_external_data=False)
         for node in graph.graph.node:
@@ -102,14 +103,23 @@ def test_the_graphs_compute_with_the_weights_in_the_file(
         assert_close(np.concatenate(found), wanted[9:], bound)
     layers = model.manifest.num_hidden_layers
     session = onnxruntime.InferenceSession(str(folder / "decode.onnx"), providers=["CPUExecutionProvider"])
-    spec = model.manifest.graph("decode", "cpu").inputs[-1]
+    graph = model.manifest.graph("decode", "cpu")
+    spec = graph.inputs[-1]
     shape = (1, int(spec.shape[1]), 4, int(spec.shape[3]))
-    feeds = {
-        contract.INPUT_IDS: IDS[:1, :1],
-        contract.ATTENTION_MASK: np.ones((1, 1), np.int64),
-        contract.POSITION_IDS: np.zeros((1, 1), np.int64),
-        contract.WRITE_INDICES: np.zeros(1, np.int64),
-    } | {name: np.zeros(shape, np.float32) for name in contract.past_names(layers)}
+    of_lowering = {
+        "static": {
+            contract.ATTENTION_MASK: np.ones((1, 1), np.int64),
+            contract.POSITION_IDS: np.zeros((1, 1), np.int64),
+            contract.WRITE_INDICES: np.zeros(1, np.int64),
+        },
+        "contrib": {
+            contract.SEQLENS_K: np.zeros(1, np.int32),
+            contract.TOTAL_SEQUENCE_LENGTH: np.array(1, np.int32),
+        },
+    }
+    assert graph.lowering == ("static" if spec.shape[3] % 16 else "contrib")
+    feeds = of_lowering[graph.lowering] | {contract.INPUT_IDS: IDS[:1, :1]}
+    feeds |= {name: np.zeros(shape, np.float32) for name in contract.past_names(layers)}
     assert_close(session.run([contract.LOGITS], feeds)[0][:, 0], wanted[:1], F32)
 
 
@@ -170,7 +180,7 @@ def test_check_says_what_quantising_cost(dtype: str, kl: float, tmp_path: Path) 
 def test_a_chat_in_four_bits_answers() -> None:
     ran = command("run", tiny("int4"), "-p", "What is the capital of France?", "--provider", "cpu")
     assert ran.out == "The capital of France is Paris.\n"
-    assert "matrices to 4 bits in blocks of 32" in command("info", tiny("int4")).out
+    assert "matrices to 4 bits in blocks of 128" in command("info", tiny("int4")).out
 
 
 def test_wrong_wishes_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -187,12 +197,17 @@ def test_wrong_wishes_are_refused_in_one_line(tmp_path: Path) -> None:
         export("tiny", out, dtype="int8", block_size=0)
 
 
-def test_auto_is_the_cpu_where_an_export_has_no_other_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_cpu_where_an_export_has_no_other_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A GPU in the machine, and a model that ran before it was put in runs no more."""
+    folder = copy_export(tiny("int4"), tmp_path / "tiny")
+    graphs = contract.read_manifest(folder).graphs
+    change_manifest(folder, graphs=tuple(graph for graph in graphs if "cpu" in graph.providers))
     monkeypatch.setattr(providers, "missing_library", lambda provider: None)
-    ran = command("run", tiny("int4"), "-p", "Hi", "--max-new-tokens", 2)
+    ran = command("run", folder, "-p", "Hi", "--max-new-tokens", 2)
     assert (ran.code, ran.err) == (0, "provider: cpu\n")
-    assert "no prefill graph for cuda" in command("run", tiny("int4"), "-p", "Hi", "--provider", "cuda").error
+    assert "no prefill graph for cuda" in command("run", folder, "-p", "Hi", "--provider", "cuda").error
 
 
 def test_a_matrix_with_nan_is_named(tmp_path: Path) -> None:
