@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types parity wheel smoke clean
+.PHONY: demo test lint types parity huge wheel smoke clean
 
 demo: $(VENV)/installed
 	@$(BIN)/qwen-onnx export tiny $(VENV)/tiny-f32 --force >&2
@@ -16,6 +16,10 @@ test: $(VENV)/installed-test
 # Compares with transformers, and runs what takes minutes or gigabytes.
 parity: $(VENV)/installed-parity
 	$(BIN)/python -m pytest -q -n auto -m "transformers or slow"
+
+# A checkpoint of the 7B shape; writes 15 GB and takes minutes.
+huge: $(VENV)/installed-test
+	$(BIN)/python -m pytest -q -s -m huge
 
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .
@@ -37,7 +41,7 @@ wheel:
 	$(VENV)/user/bin/python -m pip install -q --upgrade onnxruntime pytest pytest-xdist hypothesis
 	cd $(VENV) && user/bin/python -c "import onnxruntime; print('ONNX Runtime', onnxruntime.__version__)"
 	cd $(VENV) && user/bin/python -m pytest -q -n auto -c ../pyproject.toml --rootdir .. ../tests \
-		-m "not transformers and not slow and not gpu_wheel"
+		-m "not transformers and not slow and not huge and not gpu_wheel"
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.
 smoke: $(VENV)/installed

@@ -75,6 +75,15 @@ def skip_simplified_layer_normalization(
     return normed, total
 
 
+def rotary_embedding(
+    op: OpBuilder, x_BSX: ir.Value, position_ids_BS: ir.Value, cos_PH2: ir.Value, sin_PH2: ir.Value
+) -> ir.Value:
+    """Each head of [B, S, heads x H] rotated by its token's position, its halves against each other."""
+    return op.RotaryEmbedding(
+        x_BSX, position_ids_BS, cos_PH2, sin_PH2, _domain=DOMAIN, _outputs=[_value(x_BSX, x_BSX.shape)]
+    )
+
+
 def group_query_attention(
     op: OpBuilder,
     query_BSX: ir.Value,

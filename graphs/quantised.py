@@ -1,7 +1,7 @@
 """The `static` lowerings over weights quantised in blocks, which the products unpack as they go.
 
 A matrix W [out, in] is two tensors: `qweight`, its integers side by side along each row, and `scales`, an f32 for
-each block of a row. Head and embedding have 8 bits; tied, they are two readers of the same bytes.
+each block of a row. A tied head and embedding are two readers of the same bytes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import HEAD_BITS, Blocks
+from qwen_onnx.contract import BlockPlan, Blocks
 from qwen_onnx.graphs.contrib import ContribLowering
 from qwen_onnx.graphs.contrib_ops import gather_block_quantized, matmul_nbits
+from qwen_onnx.graphs.grouped import GroupedAttention, GroupedLowering
 from qwen_onnx.graphs.layers import MLP, Embedding, Linear, as_type
 from qwen_onnx.graphs.state import KeyValue, Precision
 from qwen_onnx.graphs.static import CaptureLowering, StaticAttention, StaticLowering, StaticStep
 
 
-def head_blocks(precision: Precision) -> Blocks:
-    """Of the embedding and the head."""
-    return Blocks(HEAD_BITS, layer_blocks(precision).block_size)
-
-
-def layer_blocks(precision: Precision) -> Blocks:
-    """Of the layers' matrices."""
+def plan_of(precision: Precision) -> BlockPlan:
+    """How matrices are quantised."""
     if precision.blocks is None:
         raise ValueError("a precision without blocks")
     return precision.blocks
@@ -47,7 +43,7 @@ class QuantisedLinear(Linear):
 
     def blocks_of(self, precision: Precision) -> Blocks:
         """How this matrix is quantised."""
-        return layer_blocks(precision)
+        return plan_of(precision).layers
 
     def forward(self, op: OpBuilder, x_MD: ir.Value) -> ir.Value:
         """[M, in] -> [M, out]."""
@@ -62,11 +58,11 @@ class QuantisedLinear(Linear):
 
 
 class QuantisedHead(QuantisedLinear):
-    """As QuantisedLinear, in more bits: a wrong choice of token costs more than a wrong nuance of a state."""
+    """As QuantisedLinear, in bits and blocks of its own."""
 
     def blocks_of(self, precision: Precision) -> Blocks:
         """See QuantisedLinear.blocks_of."""
-        return head_blocks(precision)
+        return plan_of(precision).head
 
     def tie(self, embedding: Embedding) -> None:
         """Read the embedding's scales, and its bytes under a name and a shape of its own: operators differ in it."""
@@ -80,7 +76,7 @@ class QuantisedEmbedding(Embedding):
 
     def __init__(self, num_embeddings: int, embedding_dim: int, precision: Precision) -> None:
         nn.Module.__init__(self)
-        self.blocks, self.size = head_blocks(precision), embedding_dim
+        self.blocks, self.size = plan_of(precision).head, embedding_dim
         count = -(-embedding_dim // self.blocks.block_size)
         padded = count * self.blocks.block_size
         self.padded = padded
@@ -144,6 +140,17 @@ class QuantisedCaptureLowering(CaptureLowering):
     opsets = MappingProxyType({"": 24, "com.microsoft": 1})
     linear, head, embedding = QuantisedLinear, QuantisedHead, QuantisedEmbedding
     attention, mlp = QuantisedAttention, QuantisedMLP
+
+
+class QuantisedGroupedAttention(QuantisedAttention, GroupedAttention):
+    """As GroupedAttention, with queries, keys and values of one product."""
+
+
+class QuantisedGroupedLowering(GroupedLowering):
+    """As GroupedLowering."""
+
+    linear, head, embedding = QuantisedLinear, QuantisedHead, QuantisedEmbedding
+    attention, mlp = QuantisedGroupedAttention, QuantisedMLP
 
 
 class QuantisedContribLowering(ContribLowering):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from qwen_onnx.contract import Blocks
+from qwen_onnx.contract import BlockPlan
 
 END = 2**31 - 1
 """The end of a slice that goes to the end of its dimension."""
@@ -26,8 +26,8 @@ class Precision:
     """Of the initializers, as they lie in the weights file."""
     hidden: ir.DataType
     """Of the hidden states and the cache. Where it differs, weights are cast to it inside the graph."""
-    blocks: Blocks | None = None
-    """How the matrices of the layers are quantised."""
+    blocks: BlockPlan | None = None
+    """How the matrices are quantised."""
 
 
 class KeyValue(NamedTuple):

@@ -67,15 +67,11 @@ class StaticAttention(Attention):
             past.key_BKCH, as_type(op, k_BKSH, self.hidden), step.write_indices_B, axis=2
         )
         value_BKCH = op.TensorScatter(past.value_BKCH, v_BKSH, step.write_indices_B, axis=2)
-        y_MX = self.read(op, q_BNSH, _live(op, key_BKCH, step), _live(op, value_BKCH, step), step)
+        y_BNSH = op.Attention(
+            q_BNSH, _live(op, key_BKCH, step), _live(op, value_BKCH, step), step.mask_B1ST, is_causal=0
+        )
+        y_MX = op.Reshape(op.Transpose(y_BNSH, perm=[0, 2, 1, 3]), [-1, self.query_size])
         return as_type(op, y_MX, self.hidden), KeyValue(key_BKCH, value_BKCH)
-
-    def read(
-        self, op: OpBuilder, q_BNSH: ir.Value, key_BKTH: ir.Value, value_BKTH: ir.Value, step: StaticStep
-    ) -> ir.Value:
-        """The attention itself, over the slots that the mask has columns for: f32 [M, N x H]."""
-        y_BNSH = op.Attention(q_BNSH, key_BKTH, value_BKTH, step.mask_B1ST, is_causal=0)
-        return op.Reshape(op.Transpose(y_BNSH, perm=[0, 2, 1, 3]), [-1, self.query_size])
 
     def _heads(
         self, op: OpBuilder, x_MX: ir.Value, shape: ir.Value | list[int], norm: RMSNorm | None

@@ -30,6 +30,7 @@ def export(
     revision: str | None = None,
     max_context: int | None = None,
     block_size: int | None = None,
+    head_bits: int | None = None,
     link: bool = False,
     force: bool = False,
 ) -> ExportSummary:
@@ -41,7 +42,8 @@ def export(
         dtype: `f32`, `f16`, `bf16`, `int8` or `int4`.
         revision: branch, tag or commit of a Hub id.
         max_context: positions the export is made for; default the model's own context length.
-        block_size: weights that share a scale in int8 and int4: 16, 32, 64 or 128; default 32.
+        block_size: weights that share a scale in int8 and int4: 16, 32, 64 or 128; default 128 and 64.
+        head_bits: of embedding and head in int8 and int4, 4 or 8; default as the layers.
         link: hard-link the weights instead of copying them; only where no byte changes.
         force: replace an earlier export at `out`.
 
@@ -57,6 +59,7 @@ def export(
         revision=revision,
         max_context=max_context,
         block_size=block_size,
+        head_bits=head_bits,
         link=link,
         force=force,
     )
@@ -67,6 +70,7 @@ def load(
     *,
     provider: str = "auto",
     threads: int | None = None,
+    prepack: bool | None = None,
     cuda_graph: bool = True,
     tf32: bool = False,
     greedy_on_device: bool = False,
@@ -80,6 +84,7 @@ def load(
         path: a folder made by `export`.
         provider: `auto`, `cpu`, `cuda` or `tensorrt`.
         threads: cores to compute on; default all physical ones that this process may use.
+        prepack: on the CPU, copy weights to the order that products read; default in int8 and int4 only.
         cuda_graph: on CUDA, capture decode steps and replay them.
         tf32: on CUDA, let f32 products round their factors to 10 bits.
         greedy_on_device: choose the token in the graph, which feeds its own next step.
@@ -97,6 +102,7 @@ def load(
     options = SessionOptions(
         provider,
         threads=threads,
+        prepack=prepack,
         cuda_graph=cuda_graph,
         tf32=tf32,
         greedy_on_device=greedy_on_device,

@@ -20,6 +20,7 @@ from qwen_onnx.contract import (
     QWEIGHT,
     SCALES,
     WEIGHTS_FILE,
+    BlockPlan,
     Blocks,
     Golden,
     GraphSpec,
@@ -175,8 +176,9 @@ def _check_plan(folder: Path, manifest: Manifest) -> Finding:
 
 
 def _plans(config: QwenConfig, manifest: Manifest) -> list[GraphPlan]:
-    if manifest.dtype in QUANTISED:  # whatever the block size
-        return quantised_plans(config, Blocks(QUANTISED[manifest.dtype], 32))
+    if manifest.dtype in QUANTISED:
+        blocks = Blocks(QUANTISED[manifest.dtype], 32)  # whatever they are: the plans are the same
+        return quantised_plans(config, BlockPlan(blocks, blocks))
     return graph_plans(config, manifest.dtype)
 
 

@@ -61,7 +61,11 @@ def export(
     out: Annotated[Path | None, typer.Argument(help="Default ./NAME-DTYPE.")] = None,
     dtype: Annotated[str, typer.Option(help="f32, f16, bf16, int8 or int4.")] = "f32",
     block_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale in int8 and int4; default 128.")
+        int | None, typer.Option(help="Weights that share a scale; default 128 in int8, 64 in int4.")
+    ] = None,
+    head_bits: Annotated[
+        int | None,
+        typer.Option(help="Of embedding and head in int8 and int4, 4 or 8; default as the layers."),
     ] = None,
     revision: Revision = None,
     max_context: Annotated[int | None, typer.Option(help="Positions; default the model's own.")] = None,
@@ -76,7 +80,7 @@ def export(
 
     summary = make_export(
         model or DEFAULT_MODEL, out, dtype=dtype, revision=revision, max_context=max_context,
-        block_size=block_size, link=link, force=force,
+        block_size=block_size, head_bits=head_bits, link=link, force=force,
     )  # fmt: skip
     print(summary_table(summary))
 
@@ -100,6 +104,13 @@ def run(
     revision: Revision = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Cores to compute on; default all physical ones.")
+    ] = None,
+    prepack: Annotated[
+        bool | None,
+        typer.Option(
+            "--prepack/--no-prepack",
+            help="On a CPU, repack the weights: prompts a little faster, the start slow; default in int8, int4.",
+        ),
     ] = None,
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph/--no-cuda-graph", help="On CUDA, capture decode and replay it.")
@@ -131,7 +142,7 @@ def run(
     options = RunOptions(
         model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system,
         max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, provider=provider, dtype=dtype,
-        revision=revision, threads=threads, cuda_graph=cuda_graph, tf32=tf32,
+        revision=revision, threads=threads, prepack=prepack, cuda_graph=cuda_graph, tf32=tf32,
         greedy_on_device=greedy_on_device, speculate=speculate, gpu_mem_limit=gpu_mem_limit,
         max_context=max_context, top_logits=top_logits, stats=stats, as_json=as_json, cache_dir=cache_dir,
     )  # fmt: skip
@@ -180,6 +191,33 @@ def build(
     from qwen_onnx.engines import build_engine
 
     print(build_engine(export, max_context=max_context, report=lambda line: print(line, file=sys.stderr)))
+
+
+@app.command()
+def bench(
+    export: Annotated[Path, typer.Argument(help="Export folder.")],
+    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt, random ids.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
+    repeats: Annotated[int, typer.Option(help="After one to warm up.")] = 5,
+    provider: Provider = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Default all physical cores.")] = None,
+    prepack: Annotated[
+        bool | None, typer.Option("--prepack/--no-prepack", help="On a CPU, as for `run`.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+) -> None:
+    """Measure an export here: TTFT, tokens/s, memory, and the share of the memory's bandwidth that it reaches."""
+    from qwen_onnx.benchmark import as_json as to_json
+    from qwen_onnx.benchmark import as_text, run_benchmark
+    from qwen_onnx.runners.providers import verify_provider
+    from qwen_onnx.runners.session import SessionOptions
+
+    verify_provider(provider)
+    options = SessionOptions(provider, threads=threads, prepack=prepack)
+    found = run_benchmark(
+        export, options, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
+    )
+    print(json.dumps(to_json(found)) if as_json else as_text(found))
 
 
 @app.command()

@@ -6,6 +6,7 @@ Graphs are built to these names and runners read them; nothing else is shared be
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import reprlib
 import types
@@ -38,9 +39,17 @@ class Blocks:
     """16, 32, 64 or 128 weights."""
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockPlan:
+    """How an export is quantised."""
+
+    layers: Blocks
+    head: Blocks
+    """Of the embedding too, which many models tie to it."""
+
+
 QUANTISED = {"int8": 8, "int4": 4}
-"""A quantised export's dtype, and the bits of its layers' matrices; embedding and head have 8 in both."""
-HEAD_BITS = 8
+"""A quantised export's dtype, and the bits of its layers' matrices."""
 EXPORT_DTYPES = (*DTYPES, *QUANTISED)
 QWEIGHT, SCALES = "qweight", "scales"
 """The tensors in the place of a quantised `weight`."""
@@ -299,13 +308,19 @@ def from_json(kind: type[T], value: object) -> T:
     return built
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """A manifest has a thousand small objects of few kinds."""
+    return typing.get_type_hints(kind)
+
+
 def _build(kind: Any, value: Any) -> Any:
     """A JSON value as the annotated type: dataclasses, tuples, dicts, optionals, unions and scalars."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise TypeError(f"{kind} wants an object, found {reprlib.repr(value)}")
-        hints = typing.get_type_hints(kind)
+        hints = _hints(typing.cast(Any, kind))
         return kind(**{name: _build(hints[name], value[name]) for name in hints if name in value})  # type: ignore[operator]
     if origin is tuple:
         if not isinstance(value, list):

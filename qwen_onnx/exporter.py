@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import onnx_ir as ir
+
 from qwen_onnx import contract
 from qwen_onnx.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
 from qwen_onnx.config import QwenConfig
@@ -19,6 +22,7 @@ from qwen_onnx.contract import (
     DTYPES,
     EXPORT_DTYPES,
     QUANTISED,
+    BlockPlan,
     Blocks,
     FileSpec,
     Golden,
@@ -55,7 +59,8 @@ from qwen_onnx.weights import (
     write_safetensors,
 )
 
-DEFAULT_BLOCK_SIZE = 128
+# By measurement (bench/README.md). A head of 4 bits has blocks of 32: a wrong token costs more than a wrong nuance.
+DEFAULT_BLOCK_SIZES = {"int8": 128, "int4": 64}
 _GOLDEN_FILE = "golden.json"
 _PACKAGES = ("qwen-onnx", "numpy", "onnx", "onnx-ir", "onnxscript", "ml_dtypes")
 
@@ -80,6 +85,7 @@ def export_model(
     revision: str | None = None,
     max_context: int | None = None,
     block_size: int | None = None,
+    head_bits: int | None = None,
     link: bool = False,
     force: bool = False,
     progress: Callable[[int, int], None] = lambda written, total: None,
@@ -89,7 +95,8 @@ def export_model(
     Args:
         model: as a user names it, or already resolved to a folder.
         max_context: rows of the rotary tables; default the model's own context length.
-        block_size: weights that share a scale in int8 and int4; default 128.
+        block_size: weights that share a scale ; default 128 in int8, 64 in int4.
+        head_bits: of the embedding and the head in int8 and int4, 4 or 8; default as the layers'.
         link: hard-link the checkpoint's files instead of copying them; only where no byte changes.
         force: replace an earlier export at `out`.
         progress: called with weight bytes written so far and in all.
@@ -98,7 +105,7 @@ def export_model(
         UserError: anything wrong with the model or the output; `out` is then as it was.
     """
     started = time.perf_counter()
-    blocks = _blocks(dtype, block_size)
+    blocks = _block_plan(dtype, block_size, head_bits)
     source = resolve_model(model, revision=revision) if isinstance(model, str) else model
     out = out or Path(f"{source.name}-{dtype}")
     recovered = recover(out)
@@ -110,10 +117,14 @@ def export_model(
         golden = _read_golden(source.folder / _GOLDEN_FILE)
         with staged_folder(out, force=force, keep=source.folder) as folder:
             writer = _Writer(folder, checkpoint, dtype, positions, progress, packed=not link, blocks=blocks)
-            if link:
-                writer.link_weights()
-            else:
-                writer.write_weights()
+            # Graphs are Python's work, weights the disk's: they go side by side.
+            with concurrent.futures.ThreadPoolExecutor(1) as beside:
+                building = beside.submit(writer.build_graphs)
+                if link:
+                    writer.link_weights()
+                else:
+                    writer.write_weights()
+                building.result()
             writer.write_graphs()
             writer.copy_side_files()
             # Golden ids are those of the checkpoint's weights, not of what is left of them in a few bits.
@@ -143,7 +154,7 @@ class _Writer:
         progress: Callable[[int, int], None],
         *,
         packed: bool,
-        blocks: Blocks | None,
+        blocks: BlockPlan | None,
     ) -> None:
         self.folder, self.checkpoint, self.dtype, self.positions = folder, checkpoint, dtype, positions
         self.files: dict[str, FileSpec] = {}
@@ -152,8 +163,8 @@ class _Writer:
         self._progress = progress
         verify_depth(checkpoint)
         config = checkpoint.config
-        plans = quantised_plans(config, blocks) if blocks else graph_plans(config, dtype, packed=packed)
-        self._models = [(plan, build_planned(plan, config, positions)) for plan in plans]
+        self._plans = quantised_plans(config, blocks) if blocks else graph_plans(config, dtype, packed=packed)
+        self._models: list[ir.Model] = []
         self._rotary = rotary_tensors(config, positions)
         plain = build_planned(plain_plan(), config, positions)
         match_tensors(plain, checkpoint, {tensor.name for tensor in self._rotary})
@@ -161,6 +172,10 @@ class _Writer:
         if blocks is not None:
             found = {name: blocks_of(tensor, blocks) for name, tensor in checkpoint.tensors.items()}
             self.quantised = {name: own for name, own in found.items() if own is not None}
+
+    def build_graphs(self) -> None:
+        """For `write_graphs`; touches no file."""
+        self._models = [build_planned(plan, self.checkpoint.config, self.positions) for plan in self._plans]
 
     def write_weights(self) -> None:
         stored = DTYPES.get(self.dtype, "F32")
@@ -210,7 +225,7 @@ class _Writer:
         self.places |= places
 
     def write_graphs(self) -> None:
-        for plan, model in self._models:
+        for plan, model in zip(self._plans, self._models, strict=True):
             path = self.folder / plan.file
             save_graph(model, path, self.places)
             self.files[plan.file] = hash_file(path)
@@ -223,17 +238,21 @@ class _Writer:
                 self.files[name] = hash_file(self.folder / name)
 
 
-def _blocks(dtype: str, block_size: int | None) -> Blocks | None:
+def _block_plan(dtype: str, block_size: int | None, head_bits: int | None) -> BlockPlan | None:
     """How matrices are quantised; None where they are not."""
     if dtype not in EXPORT_DTYPES:
         raise UserError(f"dtype {dtype!r} is not known; choose one of {', '.join(EXPORT_DTYPES)}")
     if dtype not in QUANTISED:
-        if block_size is not None:
-            raise UserError(f"--block-size is for int8 and int4, not {dtype}")
+        for option, value in (("--block-size", block_size), ("--head-bits", head_bits)):
+            if value is not None:
+                raise UserError(f"{option} is for int8 and int4, not {dtype}")
         return None
-    blocks = Blocks(QUANTISED[dtype], DEFAULT_BLOCK_SIZE if block_size is None else block_size)
-    Scheme(blocks.bits, blocks.block_size)  # which says what is wrong with it
-    return blocks
+    layers = Blocks(QUANTISED[dtype], DEFAULT_BLOCK_SIZES[dtype] if block_size is None else block_size)
+    bits = layers.bits if head_bits is None else head_bits
+    head = Blocks(bits, min(32, layers.block_size) if bits == 4 else layers.block_size)
+    for blocks in (layers, head):
+        Scheme(blocks.bits, blocks.block_size)  # which says what is wrong with it
+    return BlockPlan(layers, head)
 
 
 def _positions(config: QwenConfig, max_context: int | None) -> int:

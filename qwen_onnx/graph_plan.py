@@ -8,14 +8,19 @@ import onnx_ir as ir
 
 from qwen_onnx.checkpoint import Checkpoint
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import DTYPES, Blocks, GraphSpec, TensorSpec
+from qwen_onnx.contract import DTYPES, BlockPlan, GraphSpec, TensorSpec
 from qwen_onnx.errors import UserError
 from qwen_onnx.graphs.build import build_decoder, build_grow, build_shrink, parameters
 from qwen_onnx.graphs.contrib import ContribLowering
 from qwen_onnx.graphs.grouped import GroupedLowering
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.portable import PortableLowering
-from qwen_onnx.graphs.quantised import QuantisedCaptureLowering, QuantisedContribLowering, QuantisedLowering
+from qwen_onnx.graphs.quantised import (
+    QuantisedCaptureLowering,
+    QuantisedContribLowering,
+    QuantisedGroupedLowering,
+    QuantisedLowering,
+)
 from qwen_onnx.graphs.state import Precision
 from qwen_onnx.graphs.static import CaptureLowering, StaticLowering
 
@@ -33,7 +38,7 @@ class GraphPlan(NamedTuple):
     providers: tuple[str, ...]
 
 
-def quantised_plans(config: QwenConfig, blocks: Blocks) -> list[GraphPlan]:
+def quantised_plans(config: QwenConfig, blocks: BlockPlan) -> list[GraphPlan]:
     """The graph files of an int8 or int4 export: its activations are f32 on the CPU, f16 on CUDA."""
     plain, capture = QuantisedLowering(), QuantisedCaptureLowering()
     fused = _fused(config, QuantisedContribLowering())
@@ -44,6 +49,7 @@ def quantised_plans(config: QwenConfig, blocks: Blocks) -> list[GraphPlan]:
     )
     return [
         *(GraphPlan(f"{entry}.onnx", entry, of_cpu[entry], f32, ("cpu",)) for entry in of_cpu),
+        GraphPlan("decode.grouped.onnx", "decode", QuantisedGroupedLowering(), f32, ("cpu",)),
         GraphPlan("score.onnx", "score", of_cpu["prefill"], f32, ("cpu",)),
         *(GraphPlan(f"{entry}.cuda.onnx", entry, of_cuda[entry], f16, ("cuda",)) for entry in of_cuda),
     ]

@@ -20,6 +20,7 @@ def make_export(
     revision: str | None = None,
     max_context: int | None = None,
     block_size: int | None = None,
+    head_bits: int | None = None,
     link: bool = False,
     force: bool = False,
 ) -> ExportSummary:
@@ -39,6 +40,7 @@ def make_export(
             revision=revision,
             max_context=max_context,
             block_size=block_size,
+            head_bits=head_bits,
             link=link,
             force=force,
             progress=lambda written, total: bar.update(task, completed=written, total=total),

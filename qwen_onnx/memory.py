@@ -21,3 +21,12 @@ def peak_memory() -> int | None:
         return None
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024
+
+
+def anonymous_memory() -> int | None:
+    """Private memory of this process that no file backs, in bytes; None where the system does not say."""
+    try:
+        found = re.search(r"^RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:  # no Linux
+        return None
+    return int(found[1]) * 1024 if found else None

@@ -39,6 +39,7 @@ class RunOptions:
     dtype: str | None
     revision: str | None
     threads: int | None
+    prepack: bool | None
     cuda_graph: bool
     tf32: bool
     greedy_on_device: bool
@@ -143,6 +144,7 @@ def _open(options: RunOptions) -> Chat:
     session = SessionOptions(
         options.provider,
         threads=options.threads,
+        prepack=options.prepack,
         cuda_graph=options.cuda_graph,
         tf32=options.tf32,
         greedy_on_device=options.greedy_on_device,

@@ -68,9 +68,7 @@ class FixedSteps:
 
     def advance(self, cache: KVCache, input_ids: NDArray[np.int64], start: int) -> None:
         """See Steps.advance."""
-        step: BoundStep = cache.binding
-        if step is None:
-            step = cache.binding = BoundStep(self, cache)
+        step = self._bound(cache)
         if input_ids.shape[1] == 1 and (not self.feeds.by_row or cache.mask[:, start:].all()):
             step.run(cache, self.feeds.arrays(cache, input_ids, start))
             return
@@ -87,9 +85,7 @@ class FixedSteps:
         self, cache: KVCache, input_ids: NDArray[np.int64], start: int, count: int
     ) -> NDArray[np.float32]:
         """See Steps.score; eagerly, whatever the number of tokens."""
-        step: BoundStep = cache.binding
-        if step is None:
-            step = cache.binding = BoundStep(self, cache)
+        step = self._bound(cache)
         step.forget()
         on_host = np.zeros((cache.batch_size, count, self.vocab_size), np.float32)
         logits = from_numpy(on_host, self.device)
@@ -99,6 +95,12 @@ class FixedSteps:
         else:
             self._run_tokens(step, cache, self.feeds.arrays(cache, input_ids, start), None, logits)
         return on_host if self.device == "cpu" else np.asarray(logits.numpy())
+
+    def _bound(self, cache: KVCache) -> BoundStep:
+        step: BoundStep | None = cache.binding
+        if step is None or step.steps is not self:  # bound to another graph's steps, or not at all
+            step = cache.binding = BoundStep(self, cache)
+        return step
 
     def logits(self, cache: KVCache) -> NDArray[np.float32]:
         """See Steps.logits."""
@@ -143,7 +145,7 @@ class BoundStep:
     def __init__(self, steps: FixedSteps, cache: KVCache) -> None:
         blank = np.zeros((cache.batch_size, 1), np.int64)
         arrays = steps.feeds.arrays(cache, blank, cache.length - 1)
-        self._steps = steps
+        self.steps = steps
         self.inputs = {
             name: from_numpy(array.copy(), "cpu" if name in _ON_HOST else steps.device)
             for name, array in arrays.items()
@@ -172,24 +174,24 @@ class BoundStep:
         """One step; the token lies in the cache's last slot."""
         self._upload(arrays)
         graph_id = self._graph_id
-        if graph_id is not None and graph_id not in self._steps.captured:
+        if graph_id is not None and graph_id not in self.steps.captured:
             if self.advanced and cache.length + _WARM_UPS > cache.capacity:
                 graph_id = EAGER  # see below: there are no slots to spare
             else:
                 # Runs to warm up, and then as the captured graph. A graph that feeds itself is then some steps
                 # ahead: it is set back, and overwrites the slots that it wrote too early.
                 self._run(graph_id)
-                self._steps.captured.add(graph_id)
+                self.steps.captured.add(graph_id)
                 if not self.advanced:
                     return
                 self._upload(arrays)
         self._run(graph_id)
         if self.advanced:
-            self.held |= self._steps.feeds.after(arrays)
+            self.held |= self.steps.feeds.after(arrays)
 
     def _run(self, graph_id: int | None) -> None:
         self.forget()  # before it, since a Ctrl-C may strike after
-        run_bound(self._steps.session, self._binding, graph_id)
+        run_bound(self.steps.session, self._binding, graph_id)
 
     def forget(self) -> None:
         """What a graph that feeds itself writes is no longer what was copied there."""
@@ -198,7 +200,7 @@ class BoundStep:
 
     def read_logits(self) -> NDArray[np.float32]:
         """A copy on the host, [batch, vocab]."""
-        if self._steps.device == "cpu":
+        if self.steps.device == "cpu":
             return self._host_logits[:, 0].copy()
         logits: NDArray[np.float32] = self.logits.numpy()
         return logits[:, 0]

@@ -14,7 +14,7 @@ from qwen_onnx.errors import NonFiniteLogitsError, UserError
 from qwen_onnx.runners.engine import DEFAULT_CAPACITY, Engine
 from qwen_onnx.runners.fixed_steps import FixedSteps
 from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.phased_steps import PhasedSteps
+from qwen_onnx.runners.phased_steps import LongSteps, PhasedSteps
 from qwen_onnx.runners.providers import choose_provider
 from qwen_onnx.runners.session import SessionOptions, import_onnxruntime
 from qwen_onnx.runners.sliced_steps import SlicedSteps
@@ -169,7 +169,7 @@ class Runner:
             UserError, NonFiniteLogitsError: as `prefill`.
         """
         steps = self._steps
-        if not self.scores or not isinstance(steps, SlicedSteps | PhasedSteps | FixedSteps):
+        if not self.scores or not isinstance(steps, SlicedSteps | PhasedSteps | LongSteps | FixedSteps):
             raise ValueError("not opened with speculate")
         if not 0 < count <= input_ids.shape[1] <= self._chunk(cache):
             raise ValueError(

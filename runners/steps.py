@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from qwen_onnx import contract
@@ -19,7 +21,7 @@ from qwen_onnx.runners.fixed_steps import FixedSteps
 from qwen_onnx.runners.growing_steps import GrowingCache, GrowingSteps
 from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.libraries import cuda_libraries
-from qwen_onnx.runners.phased_steps import PhasedSteps
+from qwen_onnx.runners.phased_steps import LongSteps, PhasedSteps
 from qwen_onnx.runners.session import SessionOptions, open_session, verify_sizes
 from qwen_onnx.runners.sliced_steps import SlicedSteps
 
@@ -79,7 +81,7 @@ class Opened:
             )
         count = sum(spec.name.startswith("past_key_values.") for spec in self.graph.inputs)
         # A step of these reads all slots on the CPU: few should be empty.
-        tight = isinstance(self.steps, PhasedSteps)
+        tight = isinstance(self.steps, PhasedSteps | LongSteps)
         kind = GrowingCache if isinstance(self.steps, GrowingSteps) else KVCache
         idle = self.steps.idle if isinstance(self.steps, FixedSteps) else None
         return kind(
@@ -147,12 +149,23 @@ def open_graph(
         growing = GrowingSteps(session, shrink, names, device=device, vocab_size=vocab_size)
         return Opened(graph, growing, engine, None, device)
 
-    # Of weights of another type ONNX Runtime makes copies anyway: there is nothing to map.
-    mapped = provider == "cpu" and manifest.dtype == "f32"
+    if options.prepack is False and manifest.quantised:
+        raise UserError(
+            f"--no-prepack: {manifest.dtype} weights are computed with as ONNX Runtime packs them only"
+        )
+    in_place = provider == "cpu" and not manifest.quantised and not options.prepack
+    mapped = in_place and manifest.dtype == "f32"  # f16 and bf16 become f32 copies, once, in any case
     capture = provider == "cuda" and options.cuda_graph
     if provider == "cuda" and graph.entry == "greedy" and (fault := _cudnn_fault()):
         raise UserError(f"--greedy-on-device needs cuDNN for its argmax: {fault}; or leave it out")
-    session = open_session(folder / graph.file, provider, options, map_weights=mapped, capture=capture)
+    decode = _grouped_decode(manifest, provider) if mapped and graph.lowering == "static" else None
+    # Side by side: most of what a session of mapped weights takes is one thread's work on the graph.
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        of_decode = None
+        if decode is not None:
+            verify_sizes(folder, manifest, decode)
+            of_decode = beside.submit(open_session, folder / decode.file, provider, options, in_place=True)
+        session = open_session(folder / graph.file, provider, options, in_place=in_place, capture=capture)
     grow_graph = manifest.graph("grow", provider)
     verify_sizes(folder, manifest, grow_graph)
     grow = open_session(folder / grow_graph.file, provider, one_thread)
@@ -163,21 +176,35 @@ def open_graph(
     }
     steps: Steps
     if graph.lowering == "static":
-        decode = _grouped_decode(manifest, provider) if mapped else None
         steps = sliced = SlicedSteps(session, names, vocab_size=vocab_size, keeps_binding=decode is None)
-        if decode is not None:
-            verify_sizes(folder, manifest, decode)
-            own = open_session(folder / decode.file, provider, options, map_weights=mapped)
+        if decode is not None and of_decode is not None:
             fixed = FixedSteps(
-                own, names, feeds[decode.lowering], device=device, vocab_size=vocab_size, capture=False,
-                chooses=False,
+                of_decode.result(), names, feeds[decode.lowering], device=device, vocab_size=vocab_size,
+                capture=False, chooses=False,
             )  # fmt: skip
             steps = PhasedSteps(sliced, fixed)
     elif graph.lowering in feeds:
-        steps = FixedSteps(
-            session, names, feeds[graph.lowering], device=device, vocab_size=vocab_size, capture=capture,
-            chooses=graph.entry == "greedy",
-        )  # fmt: skip
+
+        def fixed_steps(own: Any, spec: GraphSpec) -> FixedSteps:
+            return FixedSteps(
+                own, names, feeds[spec.lowering], device=device, vocab_size=vocab_size, capture=capture,
+                chooses=spec.entry == "greedy",
+            )  # fmt: skip
+
+        steps = short = fixed_steps(session, graph)
+        grouped = _grouped_decode(manifest, provider)
+        if grouped is not None and not short.chooses:
+
+            def open_long() -> FixedSteps | None:
+                weights = sum(
+                    spec.size for name, spec in manifest.files.items() if name.endswith(".safetensors")
+                )
+                if psutil.virtual_memory().available < 2 * weights:
+                    return None
+                verify_sizes(folder, manifest, grouped)
+                return fixed_steps(open_session(folder / grouped.file, provider, options), grouped)
+
+            steps = LongSteps(short, open_long)
     else:
         raise UserError(f"{graph.file}: lowering {graph.lowering!r} is not known to this version")
     return Opened(graph, steps, None, grow, device)

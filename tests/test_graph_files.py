@@ -338,3 +338,37 @@ def test_f16_loads_and_agrees_at_every_optimization_level(name: str, lowering: s
             assert_close(found, wanted, F16)
             first = found if first is None else first
             assert_close(found, first, F16_ORDER)
+
+
+def test_a_grouped_decode_graph(exported: Export) -> None:
+    """Its operators, and the interface of `static-capture`: the runner feeds both alike."""
+    model = exported("qwen2")
+    graph, captured = one(model, "decode", "static-grouped"), one(model, "decode", "static-capture")
+    verify(graph)
+    assert interface(graph) == interface(captured)
+    assert dict(collections.Counter(node.op_type for node in graph.graph.node)) == {
+        "Add": 3, "And": 1, "Cast": 1, "Gather": 1, "Gemm": 22, "LessOrEqual": 1, "MatMul": 6, "Mul": 9,
+        "RMSNormalization": 1, "Range": 1, "Reshape": 19, "RotaryEmbedding": 6, "Shape": 1, "Sigmoid": 3,
+        "SkipSimplifiedLayerNormalization": 6, "Softmax": 3, "Squeeze": 1, "TensorScatter": 6, "Transpose": 6,
+        "Unsqueeze": 5, "Where": 1,
+    }  # fmt: skip
+    assert {node.op_type for node in graph.graph.node if node.domain} == {
+        "RotaryEmbedding", "SkipSimplifiedLayerNormalization"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen2", "f32"), ("qwen3", "bf16"), ("qwen2_untied", "f16")])
+def test_a_score_graph_is_prefill_with_more_logits(name: str, dtype: str, exported: Export) -> None:
+    model = exported(name, dtype)
+    spec = model.manifest.graph("score", "cpu")
+    graph = onnx.load(model.folder / spec.file, load_external_data=False)
+    verify(graph)
+    plain = onnx.load(model.folder / model.manifest.graph("prefill", "cpu").file, load_external_data=False)
+    score, prefill = interface(graph), interface(plain)
+    assert score.pop("num_logits_to_keep") == (TensorProto.INT64, [])
+    assert score.pop("logits")[1] == ["batch_size", "num_logits", model.config.vocab_size]
+    prefill.pop("logits")
+    assert score == prefill
+    assert {node.name for node in graph.graph.node if node.name.startswith("model.")} == {
+        node.name for node in plain.graph.node if node.name.startswith("model.")
+    }

@@ -88,7 +88,8 @@ def test_graphs_are_small_and_of_standard_operators_but_for_contrib(dtype: str) 
     """Operators that lock a file to one runtime, unasked; hundreds of nodes a layer that nobody can read."""
     for graph in read_manifest(endless(dtype)).graphs:
         nodes = onnx.load(endless(dtype) / graph.file, load_external_data=False).graph.node
-        contrib = {"com.microsoft"} if graph.lowering == "contrib" and graph.entry != "grow" else set()
+        fused = graph.lowering in ("contrib", "static-grouped") and graph.entry != "grow"
+        contrib = {"com.microsoft"} if fused else set()
         assert {node.domain for node in nodes} == {"", *contrib}
         # Primitives only: the norms and the rotation spelled out.
         assert len(nodes) < (100 if graph.lowering == "portable" else 60) * 3
