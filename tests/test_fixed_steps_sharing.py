@@ -154,17 +154,17 @@ class Strikes:
     def __init__(self, real: Any, at: int, *, after: bool) -> None:
         self.real, self.left, self.after = real, at, after
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         self.left -= 1
         if self.left == 0 and not self.after:
             raise KeyboardInterrupt
-        result = self.real(*arguments)
+        result = self.real(*arguments, **named)
         if self.left == 0:
             raise KeyboardInterrupt
         return result
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else lambda *arguments: self(instance, *arguments)
+        return self if instance is None else lambda *arguments, **named: self(instance, *arguments, **named)
 
 
 @pytest.mark.parametrize("after", [False, True])
