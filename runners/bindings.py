@@ -68,13 +68,12 @@ def run_bound(session: Any, binding: Any, graph_id: int | None = None, *, shrink
     Raises:
         UserError: what ONNX Runtime failed with.
     """
-    options = None
-    if graph_id is not None or shrink:
-        options = import_onnxruntime().RunOptions()
-    if graph_id is not None:
-        options.add_run_config_entry("gpu_graph_id", str(graph_id))
+    entries = {} if graph_id is None else {"gpu_graph_id": str(graph_id)}
     if shrink:
-        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        entries["memory.enable_memory_arena_shrinkage"] = "cpu:0"
+    options: Any = import_onnxruntime().RunOptions() if entries else None
+    for key, value in entries.items():
+        options.add_run_config_entry(key, value)
     try:
         session.run_with_iobinding(binding, options)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
