@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from qwen_onnx import contract
@@ -18,6 +17,7 @@ from qwen_onnx.runners.bindings import CacheNames, run_bound
 from qwen_onnx.runners.engine import Engine, open_engine
 from qwen_onnx.runners.feeds import CaptureFeeds, ContribFeeds, Feeds
 from qwen_onnx.runners.fixed_steps import FixedSteps
+from qwen_onnx.runners.free_memory import free_memory
 from qwen_onnx.runners.growing_steps import GrowingCache, GrowingSteps
 from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.libraries import cuda_libraries
@@ -199,7 +199,7 @@ def open_graph(
                 weights = sum(
                     spec.size for name, spec in manifest.files.items() if name.endswith(".safetensors")
                 )
-                if psutil.virtual_memory().available < 2 * weights:
+                if free_memory() < 2 * weights:
                     return None
                 verify_sizes(folder, manifest, grouped)
                 return fixed_steps(open_session(folder / grouped.file, provider, options), grouped)

@@ -1,13 +1,14 @@
-"""As many threads as there are cores to compute on: not hyperthreads, not what a container does not grant."""
+"""As many threads as there are cores to compute on, and as much memory as there is, in a container too."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from qwen_onnx.runners import cores
+from qwen_onnx.runners import cores, free_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /sys")
 
@@ -53,6 +54,36 @@ def test_a_containers_quota_bounds_them(files: dict[str, str], wanted: int, syst
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert cores.physical_cores() == wanted
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({}, 1000),
+        ({"memory.max": "max\n", "memory.current": "5\n", "memory.stat": "active_file 1\n"}, 1000),
+        ({"memory.max": "900\n", "memory.current": "600\n", "memory.stat": "anon 7\nactive_file 0\n"}, 300),
+        (
+            {
+                "memory.max": "900",
+                "memory.current": "600",
+                "memory.stat": "inactive_file 20\nactive_file 30\n",
+            },
+            350,
+        ),
+        ({"memory.max": "900", "memory.current": "950", "memory.stat": "active_file 10\n"}, 0),
+        ({"memory.max": "99999", "memory.current": "1", "memory.stat": ""}, 1000),
+        ({"memory.max": "900"}, 1000),
+    ],
+)
+def test_a_containers_limit_bounds_free_memory(
+    files: dict[str, str], wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's memory counted as free, and the process killed."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    assert free_memory.free_memory() == wanted
 
 
 def test_there_is_one_at_least_here() -> None:
