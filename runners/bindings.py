@@ -53,27 +53,20 @@ def from_numpy(array: NDArray[Any], device: str = "cpu") -> Any:
     return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, device)
 
 
-LARGE_PROMPT = 64
-"""Tokens of a prompt on the CPU after which the memory of its activations is given back."""
-
-
-def run_bound(session: Any, binding: Any, graph_id: int | None = None, *, shrink: bool = False) -> None:
+def run_bound(session: Any, binding: Any, graph_id: int | None = None) -> None:
     """Run with everything bound.
 
     Args:
-        shrink: give back what ONNX Runtime's arena on the CPU holds beyond what is in use after the run.
         graph_id: of the CUDA graph to capture, or to replay once it is; EAGER for neither. None where the session
             captures nothing.
 
     Raises:
         UserError: what ONNX Runtime failed with.
     """
-    entries = {} if graph_id is None else {"gpu_graph_id": str(graph_id)}
-    if shrink:
-        entries["memory.enable_memory_arena_shrinkage"] = "cpu:0"
-    options: Any = import_onnxruntime().RunOptions() if entries else None
-    for key, value in entries.items():
-        options.add_run_config_entry(key, value)
+    options = None
+    if graph_id is not None:
+        options = import_onnxruntime().RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(graph_id))
     try:
         session.run_with_iobinding(binding, options)
     except Exception as error:  # ONNX Runtime's exceptions share no base class

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx import contract
-from qwen_onnx.runners.bindings import EAGER, LARGE_PROMPT, CacheNames, from_numpy, row_of, run_bound
+from qwen_onnx.runners.bindings import EAGER, CacheNames, from_numpy, row_of, run_bound
 from qwen_onnx.runners.feeds import Arrays, Feeds
 from qwen_onnx.runners.kv_cache import Buffers, KVCache
 
@@ -136,8 +136,7 @@ class FixedSteps:
                 binding.bind_ortvalue_output(name, value)
             else:
                 binding.bind_output(name, *row_of(value, row, value.element_type()))
-        shrink = self.device == "cpu" and arrays[contract.INPUT_IDS].shape[1] >= LARGE_PROMPT
-        run_bound(self.session, binding, EAGER if self.capture else None, shrink=shrink)
+        run_bound(self.session, binding, EAGER if self.capture else None)
 
 
 class BoundStep:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx import contract
-from qwen_onnx.runners.bindings import LARGE_PROMPT, CacheNames, from_numpy, run_bound
+from qwen_onnx.runners.bindings import CacheNames, from_numpy, run_bound
 from qwen_onnx.runners.feeds import positions
 from qwen_onnx.runners.kv_cache import KVCache
 
@@ -52,7 +52,7 @@ class SlicedSteps:
         for name, array in feeds.items():
             binding.bind_ortvalue_input(name, from_numpy(array))
         binding.bind_ortvalue_output(contract.LOGITS, from_numpy(logits))
-        run_bound(self._session, binding, shrink=input_ids.shape[1] >= LARGE_PROMPT)
+        run_bound(self._session, binding)
         return logits
 
     def logits(self, cache: KVCache) -> NDArray[np.float32]:
