@@ -52,7 +52,7 @@ def cached_export_path(cache: Path, source: ModelSource, dtype: str) -> Path:
     """Where the export of `source` in this dtype lies, or is to be made.
 
     A changed checkpoint, another dtype and another version of this package each give another name:
-    `Qwen--Qwen2.5-0.5B-Instruct--7ae557604adf--f32--0.2.0`.
+    `Qwen--Qwen2.5-0.5B-Instruct--7ae557604adf--f32--0.3.0`.
 
     Raises:
         UserError: a local checkpoint cannot be read.
