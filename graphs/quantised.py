@@ -1,4 +1,4 @@
-"""The `static` lowerings over weights quantised in blocks, which the products unpack as they go.
+"""The lowerings over weights quantised in blocks, which the products unpack as they go.
 
 A matrix W [out, in] is two tensors: `qweight`, its integers side by side along each row, and `scales`, an f32 for
 each block of a row. A tied head and embedding are two readers of the same bytes.

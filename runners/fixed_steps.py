@@ -84,7 +84,7 @@ class FixedSteps:
     def score(
         self, cache: KVCache, input_ids: NDArray[np.int64], start: int, count: int
     ) -> NDArray[np.float32]:
-        """See Steps.score; eagerly, whatever the number of tokens."""
+        """See Scorer.score; eagerly, whatever the number of tokens."""
         step = self._bound(cache)
         step.forget()
         on_host = np.zeros((cache.batch_size, count, self.vocab_size), np.float32)

@@ -32,7 +32,7 @@ class PhasedSteps:
     def score(
         self, cache: KVCache, input_ids: NDArray[np.int64], start: int, count: int
     ) -> NDArray[np.float32]:
-        """See Steps.score."""
+        """See Scorer.score."""
         return self._prefill.score(cache, input_ids, start, count)
 
     def logits(self, cache: KVCache) -> NDArray[np.float32]:
@@ -73,7 +73,7 @@ class LongSteps:
     def score(
         self, cache: KVCache, input_ids: NDArray[np.int64], start: int, count: int
     ) -> NDArray[np.float32]:
-        """See Steps.score."""
+        """See Scorer.score."""
         return self._short.score(cache, input_ids, start, count)
 
     def logits(self, cache: KVCache) -> NDArray[np.float32]:

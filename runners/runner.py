@@ -14,11 +14,9 @@ from qwen_onnx.errors import NonFiniteLogitsError, UserError
 from qwen_onnx.runners.engine import DEFAULT_CAPACITY, Engine
 from qwen_onnx.runners.fixed_steps import FixedSteps
 from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.phased_steps import LongSteps, PhasedSteps
 from qwen_onnx.runners.providers import choose_provider
 from qwen_onnx.runners.session import SessionOptions, import_onnxruntime
-from qwen_onnx.runners.sliced_steps import SlicedSteps
-from qwen_onnx.runners.steps import open_graph
+from qwen_onnx.runners.steps import Scorer, open_graph
 
 T = TypeVar("T")
 
@@ -169,7 +167,7 @@ class Runner:
             UserError, NonFiniteLogitsError: as `prefill`.
         """
         steps = self._steps
-        if not self.scores or not isinstance(steps, SlicedSteps | PhasedSteps | LongSteps | FixedSteps):
+        if not self.scores or not isinstance(steps, Scorer):
             raise ValueError("not opened with speculate")
         if not 0 < count <= input_ids.shape[1] <= self._chunk(cache):
             raise ValueError(

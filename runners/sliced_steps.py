@@ -33,7 +33,7 @@ class SlicedSteps:
     def score(
         self, cache: KVCache, input_ids: NDArray[np.int64], start: int, count: int
     ) -> NDArray[np.float32]:
-        """See Steps.score."""
+        """See Scorer.score."""
         feeds: dict[str, NDArray[np.int64]] = {
             contract.INPUT_IDS: np.ascontiguousarray(input_ids),
             contract.ATTENTION_MASK: np.ascontiguousarray(cache.mask),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ class Steps(Protocol):
         """The f32 logits [batch, vocab] after the step just made with this cache."""
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """Steps of a `score` graph."""
 
