@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import onnx_ir as ir
-
 from qwen_onnx import contract
 from qwen_onnx.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
 from qwen_onnx.config import QwenConfig
@@ -53,6 +51,7 @@ from qwen_onnx.weights import (
     arrange,
     blocks_of,
     converted,
+    places_in,
     quantised,
     rotary_tensors,
     stored_parameters,
@@ -117,15 +116,12 @@ def export_model(
         golden = _read_golden(source.folder / _GOLDEN_FILE)
         with staged_folder(out, force=force, keep=source.folder) as folder:
             writer = _Writer(folder, checkpoint, dtype, positions, progress, packed=not link, blocks=blocks)
+            tensors = writer.link_weights() if link else writer.place_weights()
             # Graphs are Python's work, weights the disk's: they go side by side.
             with concurrent.futures.ThreadPoolExecutor(1) as beside:
-                building = beside.submit(writer.build_graphs)
-                if link:
-                    writer.link_weights()
-                else:
-                    writer.write_weights()
-                building.result()
-            writer.write_graphs()
+                graphs = beside.submit(writer.write_graphs)
+                writer.write_weights(tensors)
+                graphs.result()
             writer.copy_side_files()
             # Golden ids are those of the checkpoint's weights, not of what is left of them in a few bits.
             golden = None if blocks else golden and golden.within(positions)
@@ -164,7 +160,6 @@ class _Writer:
         verify_depth(checkpoint)
         config = checkpoint.config
         self._plans = quantised_plans(config, blocks) if blocks else graph_plans(config, dtype, packed=packed)
-        self._models: list[ir.Model] = []
         self._rotary = rotary_tensors(config, positions)
         plain = build_planned(plain_plan(), config, positions)
         match_tensors(plain, checkpoint, {tensor.name for tensor in self._rotary})
@@ -173,22 +168,22 @@ class _Writer:
             found = {name: blocks_of(tensor, blocks) for name, tensor in checkpoint.tensors.items()}
             self.quantised = {name: own for name, own in found.items() if own is not None}
 
-    def build_graphs(self) -> None:
-        """For `write_graphs`; touches no file."""
-        self._models = [build_planned(plan, self.checkpoint.config, self.positions) for plan in self._plans]
-
-    def write_weights(self) -> None:
+    def place_weights(self) -> list[OutputTensor]:
+        """What the weights file will hold, and where; nothing is written yet."""
         stored = DTYPES.get(self.dtype, "F32")
         tensors: list[OutputTensor] = []
         for name, tensor in self.checkpoint.tensors.items():
             own = self.quantised.get(name)
             tensors += quantised(tensor, own) if own else [converted(tensor, stored)]
-        self._write_file(contract.WEIGHTS_FILE, arrange([*tensors, *self._rotary]))
+        tensors = arrange([*tensors, *self._rotary])
+        self.places |= places_in(contract.WEIGHTS_FILE, tensors)
         if self.quantised and self.checkpoint.config.tie_word_embeddings:
             # Two names for the same bytes: the operators of head and embedding see them in different shapes.
             self.places["lm_head.qweight"] = self.places["model.embed_tokens.qweight"]
+        return tensors
 
-    def link_weights(self) -> None:
+    def link_weights(self) -> list[OutputTensor]:
+        """Link the checkpoint's files; what is left to be written beside them."""
         stored = DTYPES.get(self.dtype, self.dtype)
         tensors = self.checkpoint.tensors
         if other := next((tensor for tensor in tensors.values() if tensor.dtype != stored), None):
@@ -206,9 +201,12 @@ class _Writer:
                 raise UserError(f"--link: {file}: {error.strerror or error}; drop --link to copy") from None
             self.files[file.name] = hash_file(self.folder / file.name)
         self.places |= stored_parameters(tensors)
-        self._write_file(contract.EXTRA_FILE, self._rotary)
+        self.places |= places_in(contract.EXTRA_FILE, self._rotary)
+        return self._rotary
 
-    def _write_file(self, name: str, tensors: list[OutputTensor]) -> None:
+    def write_weights(self, tensors: list[OutputTensor]) -> None:
+        """The one file that is written, in pieces."""
+        name = self.places[tensors[0].name].file
         total = sum(tensor.nbytes for tensor in tensors)
         free = shutil.disk_usage(self.folder).free
         if total > free:
@@ -220,12 +218,12 @@ class _Writer:
             written += nbytes
             self._progress(written, total)
 
-        spec, places = write_safetensors(self.folder / name, tensors, progress=count)
-        self.files[name] = spec
-        self.places |= places
+        self.files[name] = write_safetensors(self.folder / name, tensors, progress=count)
 
     def write_graphs(self) -> None:
-        for plan, model in zip(self._plans, self._models, strict=True):
+        """Needs the weights' places, not the weights."""
+        for plan in self._plans:
+            model = build_planned(plan, self.checkpoint.config, self.positions)
             path = self.folder / plan.file
             save_graph(model, path, self.places)
             self.files[plan.file] = hash_file(path)

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,27 +136,31 @@ def arrange(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
     return list(itertools.chain(*whole, *rest))
 
 
+def places_in(file: str, tensors: Sequence[OutputTensor]) -> dict[str, StoredParameter]:
+    """Where each tensor will lie in a file of this name, once `write_safetensors` has written it."""
+    places, offset = {}, len(_header(tensors))
+    for tensor in tensors:
+        places[tensor.name] = StoredParameter(file, offset, tensor.nbytes)
+        offset += tensor.nbytes
+    return places
+
+
 def write_safetensors(
-    path: Path, tensors: Iterable[OutputTensor], *, progress: Callable[[int], None] = lambda _: None
-) -> tuple[FileSpec, dict[str, StoredParameter]]:
+    path: Path, tensors: Sequence[OutputTensor], *, progress: Callable[[int], None] = lambda _: None
+) -> FileSpec:
     """Write the file in the given order; its header is padded so that the data begins on a page.
 
     Args:
         progress: called with the number of bytes just written.
 
     Returns:
-        size and hash, and where each tensor lies.
+        size and hash.
 
     Raises:
         UserError: a value that the new type cannot hold, or a source that changed meanwhile.
         OSError: from the file system.
     """
-    tensors = list(tensors)
     header = _header(tensors)
-    places, offset = {}, len(header)
-    for tensor in tensors:
-        places[tensor.name] = StoredParameter(path.name, offset, tensor.nbytes)
-        offset += tensor.nbytes
     sha256 = hashlib.sha256(header)
     # "x": where a checkpoint's file is linked under that name, opening it would empty the checkpoint.
     pieces = itertools.chain.from_iterable(tensor.pieces() for tensor in tensors)
@@ -171,7 +175,8 @@ def write_safetensors(
             file.write(piece)
             progress(len(piece))
         hashed.result()
-    return FileSpec(offset, sha256.hexdigest()), places
+        size = file.tell()
+    return FileSpec(size, sha256.hexdigest())
 
 
 def stored_parameters(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredParameter]:
@@ -215,11 +220,14 @@ def _converted_pieces(tensor: StoredTensor, dtype: str) -> Iterator[memoryview]:
     source, target = FLOAT_DTYPES[tensor.dtype], FLOAT_DTYPES[dtype]
     for piece in tensor.chunks(PIECE // 4 * source.itemsize):
         values = np.frombuffer(piece, source)
-        if source == ml_dtypes.bfloat16:  # by bits: exact, and several times faster than astype
-            values = (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        # Overflow is found below, with the tensor's name; NaN stays NaN.
-        with np.errstate(over="ignore", invalid="ignore"):
-            result = values.astype(target, copy=False)
+        if (source, target) == (ml_dtypes.bfloat16, np.float16):
+            result = _bf16_to_f16(values)
+        elif source == ml_dtypes.bfloat16:
+            result = _bf16_to_f32(values)
+        else:
+            # Overflow is found below, with the tensor's name; NaN stays NaN.
+            with np.errstate(over="ignore", invalid="ignore"):
+                result = values.astype(target, copy=False)
         if _may_be_infinite(result) and (lost := np.isinf(result) & np.isfinite(values)).any():
             worst = np.abs(values[lost].astype(np.float64)).max()
             raise UserError(
@@ -227,3 +235,25 @@ def _converted_pieces(tensor: StoredTensor, dtype: str) -> Iterator[memoryview]:
                 "use f32, or bf16 if it fits"
             )
         yield result.view(np.uint8).data
+
+
+# By bits: exact, and four times as fast as astype. bf16 is the upper half of f32.
+
+
+def _bf16_to_f32(values: NDArray[Any]) -> NDArray[np.float32]:
+    wide = values.view(np.uint16).astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def _bf16_to_f16(values: NDArray[Any]) -> NDArray[np.float16]:
+    """Exact from 2**-14 up to f16's end, as f16 has more bits behind the point; the rest is left to astype."""
+    bits = values.view(np.uint16)
+    size = bits & 0x7FFF
+    size -= (127 - 15) << 7  # from the one exponent's zero to the other's
+    result = size << 3 | bits & 0x8000
+    size -= 1 << 7  # too small ones have wrapped around by now
+    rest = np.flatnonzero(size >= 30 << 7)
+    with np.errstate(over="ignore", invalid="ignore"):
+        result[rest] = _bf16_to_f32(values[rest]).astype(np.float16).view(np.uint16)
+    return result.view(np.float16)

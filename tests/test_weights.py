@@ -19,7 +19,7 @@ from refusals import refused
 
 from qwen_onnx import weights
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor, read_header
-from qwen_onnx.weights import PAGE, OutputTensor, arrange, converted, write_safetensors
+from qwen_onnx.weights import PAGE, OutputTensor, arrange, converted, places_in, write_safetensors
 
 PAIRS = list(itertools.permutations(FLOAT_DTYPES, 2))
 UNSIGNED: dict[int, Any] = {2: np.uint16, 4: np.uint32}
@@ -154,7 +154,8 @@ def test_written_file_is_what_the_library_reads(tmp_path: Path) -> None:
     header = read_header(tmp_path / "source.safetensors")
     tensors = arrange([converted(header[name], "F16") for name in arrays])
     path, seen = tmp_path / "weights.safetensors", []
-    spec, places = write_safetensors(path, tensors, progress=seen.append)
+    places = places_in(path.name, tensors)
+    spec = write_safetensors(path, tensors, progress=seen.append)
 
     content = path.read_bytes()
     assert spec.size == len(content)
