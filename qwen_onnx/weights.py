@@ -220,15 +220,17 @@ def _converted_pieces(tensor: StoredTensor, dtype: str) -> Iterator[memoryview]:
     source, target = FLOAT_DTYPES[tensor.dtype], FLOAT_DTYPES[dtype]
     for piece in tensor.chunks(PIECE // 4 * source.itemsize):
         values = np.frombuffer(piece, source)
-        if (source, target) == (ml_dtypes.bfloat16, np.float16):
-            result = _bf16_to_f16(values)
-        elif source == ml_dtypes.bfloat16:
-            result = _bf16_to_f32(values)
-        else:
-            # Overflow is found below, with the tensor's name; NaN stays NaN.
-            with np.errstate(over="ignore", invalid="ignore"):
+        # Overflow is found below, with the tensor's name; NaN stays NaN.
+        with np.errstate(over="ignore", invalid="ignore"):
+            result: NDArray[Any]
+            if source == ml_dtypes.bfloat16 and target == np.float16:
+                result = _bf16_to_f16(values)
+            elif source == ml_dtypes.bfloat16:
+                result = _bf16_to_f32(values)
+            else:
                 result = values.astype(target, copy=False)
-        if _may_be_infinite(result) and (lost := np.isinf(result) & np.isfinite(values)).any():
+            lost = _may_be_infinite(result) and np.isinf(result) & np.isfinite(values)
+        if np.any(lost):
             worst = np.abs(values[lost].astype(np.float64)).max()
             raise UserError(
                 f"{tensor.file}: tensor {tensor.name} holds {worst:.3g}, more than {dtype.lower()} can; "
@@ -254,6 +256,5 @@ def _bf16_to_f16(values: NDArray[Any]) -> NDArray[np.float16]:
     result = size << 3 | bits & 0x8000
     size -= 1 << 7  # too small ones have wrapped around by now
     rest = np.flatnonzero(size >= 30 << 7)
-    with np.errstate(over="ignore", invalid="ignore"):
-        result[rest] = _bf16_to_f32(values[rest]).astype(np.float16).view(np.uint16)
+    result[rest] = _bf16_to_f32(values[rest]).astype(np.float16).view(np.uint16)
     return result.view(np.float16)

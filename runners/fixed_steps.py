@@ -69,7 +69,9 @@ class FixedSteps:
     def advance(self, cache: KVCache, input_ids: NDArray[np.int64], start: int) -> None:
         """See Steps.advance."""
         step = self._bound(cache)
-        if input_ids.shape[1] == 1 and (not self.feeds.by_row or cache.mask[:, start:].all()):
+        if input_ids.shape[1] == 1 and not (
+            self.feeds.by_row and cache.padded and not cache.mask[:, start:].all()
+        ):
             step.run(cache, self.feeds.arrays(cache, input_ids, start))
             return
         step.forget()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 SMALLEST_CAPACITY = 256
+BLOCK = 64
+"""Slots that a cache grows by, where it grows tightly: products over them are fastest at round numbers."""
 ELEMENT_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}
 """As onnx.TensorProto numbers them; numpy has no bfloat16."""
 
@@ -59,7 +61,7 @@ class KVCache:
         Args:
             spec: one cache input of the graph, of `count`.
             limit: the most slots ever.
-            tight: it grows by an eighth at a time, once it is large, and not to twice its size.
+            tight: it grows by an eighth at a time, not to twice its size.
             idle: buffers of caches that are gone; taken from here, and given back when this one is gone too.
 
         Raises:
@@ -119,6 +121,11 @@ class KVCache:
         return self._mask[:, : self.length]
 
     @property
+    def padded(self) -> bool:
+        """Some slot in use is padding."""
+        return self._padded
+
+    @property
     def full_mask(self) -> NDArray[np.int64]:
         """[batch, capacity]: 0 for padding, 1 elsewhere. The same array until padding or capacity change."""
         if self._full_mask is None:
@@ -139,17 +146,21 @@ class KVCache:
         differ = np.flatnonzero(self._token_ids[0, :count] != np.asarray(token_ids[:count], np.int64))
         return int(differ[0]) if differ.size else count
 
-    def append(self, token_ids: NDArray[np.int64], mask: NDArray[np.int64], grow: Grow) -> None:
-        """Take the next slots for these tokens, both [batch, S], growing the buffers where needed."""
-        end = self.length + mask.shape[1]
+    def append(self, token_ids: NDArray[np.int64], mask: NDArray[np.int64] | None, grow: Grow) -> None:
+        """Take the next slots for these tokens, both [batch, S], growing the buffers where needed.
+
+        Args:
+            mask: 0 for padding; None where nothing is.
+        """
+        end = self.length + token_ids.shape[1]
         if not self.buffers:  # there was no memory for them
             self._restart()
         if end > self.capacity:
             self._grow(end, grow)
         self._token_ids[:, self.length : end] = token_ids
-        self._mask[:, self.length : end] = mask
+        self._mask[:, self.length : end] = 1 if mask is None else mask
         self.length = end
-        if not mask.all():
+        if mask is not None and not mask.all():
             self._padded, self._full_mask = True, None
 
     def truncate(self, length: int) -> None:
@@ -183,8 +194,7 @@ class KVCache:
     def _bucket(self, wanted: int) -> int:
         capacity = self.capacity
         while capacity < wanted:
-            tight = self._tight and capacity >= 8 * SMALLEST_CAPACITY
-            capacity += capacity // 8 if tight else capacity
+            capacity += -(-capacity // (8 * BLOCK)) * BLOCK if self._tight else capacity
         return min(capacity, self.limit)
 
     def _widen(self, capacity: int) -> None:

@@ -67,7 +67,7 @@ class LongSteps:
     def advance(self, cache: KVCache, input_ids: NDArray[np.int64], start: int) -> None:
         """See Steps.advance."""
         alone = input_ids.shape == (1, 1) and cache.length > LONG
-        steps = self._for_long() if alone and cache.mask.all() else None
+        steps = self._for_long() if alone and not cache.padded else None
         (steps or self._short).advance(cache, input_ids, start)
 
     def score(

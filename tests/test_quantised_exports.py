@@ -301,3 +301,22 @@ def test_a_matrix_with_nan_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{name}: .*NaN"):
         export(tmp_path / "checkpoint", tmp_path / "out", dtype="int8")
     assert not (tmp_path / "out").exists()
+
+
+def test_prompts_go_in_small_chunks_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third more memory than the weights, for activations of 512 tokens that are no faster than 128 at a time."""
+    write_checkpoint(tmp_path / "checkpoint", CONFIGS["qwen2"] | {"max_position_embeddings": 512})
+    ids = np.resize(IDS[:1], (1, 300))
+    runs: list[int] = []
+    real = onnxruntime.InferenceSession.run_with_iobinding
+
+    def count(session: Any, binding: Any, options: Any = None) -> None:
+        runs.append(session.get_inputs()[0].name == "input_ids")
+        real(session, binding, options)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run_with_iobinding", count)
+    for dtype, wanted in (("int8", 3), ("f32", 1)):
+        runner = Runner(export(tmp_path / "checkpoint", tmp_path / dtype, dtype=dtype).folder, ON_CPU)
+        runs.clear()
+        runner.prefill(runner.new_cache(), ids)
+        assert sum(runs) == wanted
