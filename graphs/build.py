@@ -148,13 +148,13 @@ def parameters(model: ir.Model) -> dict[str, ir.Value]:
 
 
 def save_graph(model: ir.Model, path: Path, stored: dict[str, StoredParameter]) -> None:
-    """Verify and write the graph; its parameters point into the weights files beside it."""
+    """Verify and write the graph; its parameters point into the weights files, which lie in the same folder."""
     for name, value in parameters(model).items():
         place = _place(name, stored)
         if value.dtype is None or value.shape is None:
             raise ValueError(f"parameter {name} has no type")
         value.const_value = ir.ExternalTensor(
-            place.file, place.offset, place.nbytes, value.dtype, shape=value.shape, name=name,
+            Path(place.file).name, place.offset, place.nbytes, value.dtype, shape=value.shape, name=name,
             base_dir=path.parent,
         )  # fmt: skip
     proto = ir.to_proto(model)

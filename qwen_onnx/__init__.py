@@ -31,6 +31,9 @@ def export(
     max_context: int | None = None,
     block_size: int | None = None,
     head_bits: int | None = None,
+    target: str | None = None,
+    layout: str = "plain",
+    split: bool = False,
     link: bool = False,
     force: bool = False,
 ) -> ExportSummary:
@@ -44,6 +47,11 @@ def export(
         max_context: positions the export is made for; default the model's own context length.
         block_size: weights that share a scale in int8 and int4: 16, 32, 64 or 128; default 128 and 64.
         head_bits: of embedding and head in int8 and int4, 4 or 8; default as the layers.
+        target: `onnxruntime`, or `portable`: one graph of old operators for any runtime, in f32 or f16; default the
+            layout's.
+        layout: who finds the files where they are: `plain`, `onnxruntime-genai`, `transformers.js`, `optimum` or
+            `triton`.
+        split: of a portable export, `prefill.onnx` and `decode.onnx` too.
         link: hard-link the weights instead of copying them; only where no byte changes.
         force: replace an earlier export at `out`.
 
@@ -60,6 +68,9 @@ def export(
         max_context=max_context,
         block_size=block_size,
         head_bits=head_bits,
+        target=target,
+        layout=layout,
+        split=split,
         link=link,
         force=force,
     )

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import psutil
 
-from qwen_onnx.contract import DTYPES
+from qwen_onnx.contract import DTYPES, is_weights
 from qwen_onnx.errors import UserError
 from qwen_onnx.memory import anonymous_memory, peak_memory
 from qwen_onnx.runners.chat import Chat
@@ -138,9 +138,7 @@ def run_benchmark(
         bandwidth_gb_s=max(bandwidths) if bandwidths else None,
         anonymous_bytes=None if before is None or after is None else after - before,
         peak_bytes=peak_memory(),
-        weights_bytes=sum(
-            spec.size for name, spec in runner.manifest.files.items() if name.endswith(".safetensors")
-        ),
+        weights_bytes=sum(spec.size for name, spec in runner.manifest.files.items() if is_weights(name)),
     )
 
 
@@ -193,7 +191,7 @@ def step_bytes(runner: Runner, live: int) -> int:
     manifest = runner.manifest
     tensors: dict[str, StoredTensor] = {}
     for name in manifest.files:
-        if name.endswith(".safetensors"):
+        if is_weights(name):
             tensors |= read_header(runner.folder / name)
     untied = any(name.startswith("lm_head.") for name in tensors)
     read = {

@@ -67,6 +67,15 @@ def export(
         int | None,
         typer.Option(help="Of embedding and head in int8 and int4, 4 or 8; default as the layers."),
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="onnxruntime, or portable: one graph for any runtime, f32 or f16.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="plain, onnxruntime-genai, transformers.js, optimum or triton.")
+    ] = "plain",
+    split: Annotated[
+        bool, typer.Option("--split", help="Portable: prefill.onnx and decode.onnx too.")
+    ] = False,
     revision: Revision = None,
     max_context: Annotated[int | None, typer.Option(help="Positions; default the model's own.")] = None,
     link: Annotated[
@@ -80,7 +89,8 @@ def export(
 
     summary = make_export(
         model or DEFAULT_MODEL, out, dtype=dtype, revision=revision, max_context=max_context,
-        block_size=block_size, head_bits=head_bits, link=link, force=force,
+        block_size=block_size, head_bits=head_bits, target=target, layout=layout, split=split, link=link,
+        force=force,
     )  # fmt: skip
     print(summary_table(summary))
 
@@ -166,12 +176,16 @@ def check(
     ] = None,
     provider: Provider = "auto",
     tf32: Tf32 = False,
+    runtime: Annotated[
+        str | None,
+        typer.Option(help="Compare greedy ids in onnxruntime, onnxruntime-genai, openvino or tract too."),
+    ] = None,
 ) -> None:
     """Check hashes, graphs and greedy ids of an export; with --against, its weights and logits too."""
     from qwen_onnx.check import check_export
 
     failed = []
-    for finding in check_export(export, against=against, provider=provider, tf32=tf32):
+    for finding in check_export(export, against=against, provider=provider, tf32=tf32, runtime=runtime):
         print(f"{'ok' if finding.ok else 'FAILED':<7} {finding.text}", file=sys.stderr)
         if not finding.ok:
             failed.append(finding.text)

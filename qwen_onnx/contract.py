@@ -25,6 +25,11 @@ WEIGHTS_FILE = "weights.safetensors"
 EXTRA_FILE = "extra.safetensors"
 """Made tensors, when the checkpoint's own files are linked instead of rewritten."""
 
+TARGETS = ("onnxruntime", "portable")
+"""What runs the graphs: ONNX Runtime, each provider its own; or anything, all of it one graph of old operators."""
+LAYOUTS = ("plain", "onnxruntime-genai", "transformers.js", "optimum", "triton")
+"""Who finds the files of an export where they are."""
+
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 """A float export's dtype, and how safetensors headers spell it."""
 
@@ -181,6 +186,10 @@ class Manifest:
     quantised: dict[str, Blocks]
     """What was done to which of the checkpoint's matrices; all else is f32 then."""
     golden: Golden | None = None
+    target: str = "onnxruntime"
+    """One of TARGETS."""
+    layout: str = "plain"
+    """One of LAYOUTS."""
 
     def graph(self, entry: str, provider: str) -> GraphSpec:
         """The graph that serves `entry` on `provider`.
@@ -255,10 +264,21 @@ def read_manifest(folder: Path) -> Manifest:
     if fault := _fault(manifest):
         raise UserError(f"{path}: {fault}; export the model again")
     for name in [*manifest.files, *(graph.file for graph in manifest.graphs)]:
-        is_plain = name not in ("", "..") and Path(name).name == name and name.isprintable()
-        if not is_plain or "\\" in name:
-            raise UserError(f"{path}: {name!r} is not a plain file name")
+        if not _lies_inside(name):
+            raise UserError(f"{path}: {name!r} is not the name of a file in the export")
     return manifest
+
+
+def _lies_inside(name: str) -> bool:
+    """A file of the export, or of a folder in it: whatever the system, never one outside."""
+    parts = name.split("/")
+    plain = all(part not in ("", ".", "..") and Path(part).name == part for part in parts)
+    return plain and name.isprintable() and not set(name) & {"\\", ":"}
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of an export holds tensors, in the safetensors format whatever its name."""
+    return name.endswith(".safetensors") or ".onnx_data" in name
 
 
 def _fault(manifest: Manifest) -> str | None:
@@ -266,8 +286,9 @@ def _fault(manifest: Manifest) -> str | None:
     for field in ("vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "context_length"):
         if not 0 < getattr(manifest, field) < 2**31:
             return f"{field} is {getattr(manifest, field)}"
-    if manifest.dtype not in EXPORT_DTYPES:
-        return f"dtype is {manifest.dtype!r}"
+    for field, known in (("dtype", EXPORT_DTYPES), ("target", TARGETS), ("layout", LAYOUTS)):
+        if getattr(manifest, field) not in known:
+            return f"{field} is {getattr(manifest, field)!r}"
     cache = set(past_names(manifest.num_hidden_layers))
     for graph in manifest.graphs:
         if any(spec.name in cache and len(spec.shape) != 4 for spec in graph.inputs):

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from qwen_onnx.check import check_golden
 from qwen_onnx.errors import UserError
+from qwen_onnx.golden import check_golden
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.session import SessionOptions

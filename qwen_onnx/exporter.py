@@ -30,16 +30,20 @@ from qwen_onnx.contract import (
 )
 from qwen_onnx.errors import UserError
 from qwen_onnx.graph_plan import (
+    GraphPlan,
     build_planned,
     graph_plans,
     graph_spec,
     match_tensors,
     plain_plan,
+    portable_plans,
     quantised_plans,
     verify_depth,
 )
 from qwen_onnx.graphs.build import StoredParameter, save_graph
 from qwen_onnx.hub import ModelSource, resolve_model
+from qwen_onnx.layouts.known import choose_layout
+from qwen_onnx.layouts.layout import Exported, Layout
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.quantize import Scheme
 from qwen_onnx.runners.chat_template import ChatTemplate
@@ -51,6 +55,7 @@ from qwen_onnx.weights import (
     arrange,
     blocks_of,
     converted,
+    in_files,
     places_in,
     quantised,
     rotary_tensors,
@@ -85,17 +90,23 @@ def export_model(
     max_context: int | None = None,
     block_size: int | None = None,
     head_bits: int | None = None,
+    target: str | None = None,
+    layout: str = "plain",
+    split: bool = False,
     link: bool = False,
     force: bool = False,
     progress: Callable[[int, int], None] = lambda written, total: None,
 ) -> ExportSummary:
-    """Export a Hub id, a local checkpoint folder or `tiny` to the folder `out` (default `./NAME-DTYPE`).
+    """Export a Hub id, a local checkpoint folder or `tiny` to the folder `out` (see `_default_name`).
 
     Args:
         model: as a user names it, or already resolved to a folder.
         max_context: rows of the rotary tables; default the model's own context length.
         block_size: weights that share a scale ; default 128 in int8, 64 in int4.
         head_bits: of the embedding and the head in int8 and int4, 4 or 8; default as the layers'.
+        target: `onnxruntime`, or `portable` for any runtime; default the layout's.
+        layout: who finds the files where they are, one of contract.LAYOUTS.
+        split: of a portable export, `prefill.onnx` and `decode.onnx` too.
         link: hard-link the checkpoint's files instead of copying them; only where no byte changes.
         force: replace an earlier export at `out`.
         progress: called with weight bytes written so far and in all.
@@ -105,8 +116,11 @@ def export_model(
     """
     started = time.perf_counter()
     blocks = _block_plan(dtype, block_size, head_bits)
+    arranged, target = choose_layout(layout, target, dtype)
+    if split and target != "portable":
+        raise UserError("--split is for --target portable: others have a decode graph already")
     source = resolve_model(model, revision=revision) if isinstance(model, str) else model
-    out = out or Path(f"{source.name}-{dtype}")
+    out = out or Path(_default_name(source.name, dtype, target, layout))
     recovered = recover(out)
     refuse_output(out, force=force, keep=source.folder)
     try:
@@ -114,23 +128,37 @@ def export_model(
         positions = _positions(checkpoint.config, max_context)
         text = _read_text_side(source.folder, checkpoint.config)
         golden = _read_golden(source.folder / _GOLDEN_FILE)
-        with staged_folder(out, force=force, keep=source.folder) as folder:
-            writer = _Writer(folder, checkpoint, dtype, positions, progress, packed=not link, blocks=blocks)
-            tensors = writer.link_weights() if link else writer.place_weights()
+        with staged_folder(out, force=force, keep=source.folder) as staged:
+            inside = arranged.inside.format(name=source.name)
+            folder = staged / inside
+            arranged.write_around(staged, source.name)
+            if target == "portable":
+                plans = portable_plans(dtype, arranged, split=split)
+            elif blocks:
+                plans = quantised_plans(checkpoint.config, blocks)
+            else:
+                plans = graph_plans(checkpoint.config, dtype, packed=not link)
+            writer = _Writer(folder, checkpoint, dtype, positions, progress, arranged, plans, blocks)
+            parts = writer.link_weights() if link else writer.place_weights()
             # Graphs are Python's work, weights the disk's: they go side by side.
             with concurrent.futures.ThreadPoolExecutor(1) as beside:
                 graphs = beside.submit(writer.write_graphs)
-                writer.write_weights(tensors)
+                writer.write_weights(parts)
                 graphs.result()
             writer.copy_side_files()
+            layout_notes = writer.write_layout(text.eos_token_ids)
             # Golden ids are those of the checkpoint's weights, not of what is left of them in a few bits.
             golden = None if blocks else golden and golden.within(positions)
-            manifest = _manifest(source, writer, text.eos_token_ids, golden)
+            manifest = _manifest(source, writer, text.eos_token_ids, golden, target)
             contract.write_manifest(folder, manifest)
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
-    notes = (*recovered, *checkpoint.notes, *text.notes)
-    return ExportSummary(out, manifest, notes, time.perf_counter() - started, peak_memory())
+    notes = (*recovered, *checkpoint.notes, *text.notes, *layout_notes)
+    return ExportSummary(out / inside, manifest, notes, time.perf_counter() - started, peak_memory())
+
+
+_Parts = dict[str, list[OutputTensor]]
+"""What is written to which weights file."""
 
 
 class _TextSide(NamedTuple):
@@ -148,10 +176,12 @@ class _Writer:
         dtype: str,
         positions: int,
         progress: Callable[[int, int], None],
-        *,
-        packed: bool,
+        layout: Layout,
+        plans: list[GraphPlan],
         blocks: BlockPlan | None,
     ) -> None:
+        (folder / layout.graph_folder).mkdir(parents=True, exist_ok=True)
+        self.layout, self._plans = layout, plans
         self.folder, self.checkpoint, self.dtype, self.positions = folder, checkpoint, dtype, positions
         self.files: dict[str, FileSpec] = {}
         self.graphs: list[GraphSpec] = []
@@ -159,7 +189,6 @@ class _Writer:
         self._progress = progress
         verify_depth(checkpoint)
         config = checkpoint.config
-        self._plans = quantised_plans(config, blocks) if blocks else graph_plans(config, dtype, packed=packed)
         self._rotary = rotary_tensors(config, positions)
         plain = build_planned(plain_plan(), config, positions)
         match_tensors(plain, checkpoint, {tensor.name for tensor in self._rotary})
@@ -168,21 +197,23 @@ class _Writer:
             found = {name: blocks_of(tensor, blocks) for name, tensor in checkpoint.tensors.items()}
             self.quantised = {name: own for name, own in found.items() if own is not None}
 
-    def place_weights(self) -> list[OutputTensor]:
-        """What the weights file will hold, and where; nothing is written yet."""
+    def place_weights(self) -> _Parts:
+        """What each weights file will hold, and where; nothing is written yet."""
         stored = DTYPES.get(self.dtype, "F32")
         tensors: list[OutputTensor] = []
         for name, tensor in self.checkpoint.tensors.items():
             own = self.quantised.get(name)
             tensors += quantised(tensor, own) if own else [converted(tensor, stored)]
-        tensors = arrange([*tensors, *self._rotary])
-        self.places |= places_in(contract.WEIGHTS_FILE, tensors)
+        cut = in_files(arrange([*tensors, *self._rotary]), self.layout.largest_file)
+        parts = {self.layout.weights_file(self.dtype, index): part for index, part in enumerate(cut)}
+        for name, part in parts.items():
+            self.places |= places_in(name, part)
         if self.quantised and self.checkpoint.config.tie_word_embeddings:
             # Two names for the same bytes: the operators of head and embedding see them in different shapes.
             self.places["lm_head.qweight"] = self.places["model.embed_tokens.qweight"]
-        return tensors
+        return parts
 
-    def link_weights(self) -> list[OutputTensor]:
+    def link_weights(self) -> _Parts:
         """Link the checkpoint's files; what is left to be written beside them."""
         stored = DTYPES.get(self.dtype, self.dtype)
         tensors = self.checkpoint.tensors
@@ -191,23 +222,28 @@ class _Writer:
                 f"--link: {other.file.name} holds {other.name} as {other.dtype.lower()}, not {self.dtype}; "
                 "its bytes would change, so drop --link or choose that dtype"
             )
+        names: dict[Path, str] = {}
         for file in sorted({tensor.file for tensor in tensors.values()}):
-            if file.name == contract.EXTRA_FILE:
+            in_place = not self.layout.graph_folder
+            name = names[file] = file.name if in_place else self.layout.weights_file(self.dtype, len(names))
+            if name == contract.EXTRA_FILE:
                 raise UserError(f"--link: {file} has the name of a file that an export adds; drop --link")
             try:
                 # The Hub's cache is made of symlinks, and ONNX Runtime follows none out of the folder.
-                os.link(file.resolve(), self.folder / file.name)
+                os.link(file.resolve(), self.folder / name)
             except OSError as error:
                 raise UserError(f"--link: {file}: {error.strerror or error}; drop --link to copy") from None
-            self.files[file.name] = hash_file(self.folder / file.name)
-        self.places |= stored_parameters(tensors)
-        self.places |= places_in(contract.EXTRA_FILE, self._rotary)
-        return self._rotary
+            self.files[name] = hash_file(self.folder / name)
+        self.places |= stored_parameters(tensors, names)
+        extra = contract.EXTRA_FILE
+        if self.layout.graph_folder:
+            extra = self.layout.weights_file(self.dtype, len(names))
+        self.places |= places_in(extra, self._rotary)
+        return {extra: self._rotary}
 
-    def write_weights(self, tensors: list[OutputTensor]) -> None:
-        """The one file that is written, in pieces."""
-        name = self.places[tensors[0].name].file
-        total = sum(tensor.nbytes for tensor in tensors)
+    def write_weights(self, parts: _Parts) -> None:
+        """What is not linked, in pieces."""
+        total = sum(tensor.nbytes for part in parts.values() for tensor in part)
         free = shutil.disk_usage(self.folder).free
         if total > free:
             raise UserError(f"{self.folder.parent}: {free:,} bytes are free, the weights need {total:,}")
@@ -218,7 +254,8 @@ class _Writer:
             written += nbytes
             self._progress(written, total)
 
-        self.files[name] = write_safetensors(self.folder / name, tensors, progress=count)
+        for name, tensors in parts.items():
+            self.files[name] = write_safetensors(self.folder / name, tensors, progress=count)
 
     def write_graphs(self) -> None:
         """Needs the weights' places, not the weights."""
@@ -234,6 +271,24 @@ class _Writer:
             if (file := self.checkpoint.folder / name).is_file():
                 shutil.copyfile(file, self.folder / name)
                 self.files[name] = hash_file(self.folder / name)
+
+    def write_layout(self, eos_token_ids: tuple[int, ...]) -> list[str]:
+        """The layout's own files; notes for the user."""
+        names, notes = self.layout.write(
+            Exported(
+                self.folder, self.checkpoint.config, self.dtype, self.positions, eos_token_ids,
+                model_file=self._plans[0].file,
+                weights_files=[name for name in self.files if contract.is_weights(name)],
+            )
+        )  # fmt: skip
+        self.files |= {name: hash_file(self.folder / name) for name in names}
+        return notes
+
+
+def _default_name(model: str, dtype: str, target: str, layout: str) -> str:
+    """NAME-DTYPE, and behind it what else was asked for."""
+    kind = layout if layout != "plain" else "portable" if target == "portable" else ""
+    return f"{model}-{dtype}" + (f"-{kind}" if kind else "")
 
 
 def _block_plan(dtype: str, block_size: int | None, head_bits: int | None) -> BlockPlan | None:
@@ -287,7 +342,7 @@ def _read_golden(path: Path) -> Golden | None:
 
 
 def _manifest(
-    source: ModelSource, writer: _Writer, eos_token_ids: tuple[int, ...], golden: Golden | None
+    source: ModelSource, writer: _Writer, eos_token_ids: tuple[int, ...], golden: Golden | None, target: str
 ) -> Manifest:
     config = writer.checkpoint.config
     return Manifest(
@@ -308,6 +363,8 @@ def _manifest(
         files=dict(sorted(writer.files.items())),
         quantised=writer.quantised,
         golden=golden,
+        target=target,
+        layout=writer.layout.name,
     )
 
 

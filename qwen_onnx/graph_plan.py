@@ -23,6 +23,7 @@ from qwen_onnx.graphs.quantised import (
 )
 from qwen_onnx.graphs.state import Precision
 from qwen_onnx.graphs.static import CaptureLowering, StaticLowering
+from qwen_onnx.layouts.layout import Layout
 
 _PLAUSIBLE_LAYERS = 200  # the largest Qwen has 80; so few graphs are built in a moment
 _IR_DTYPES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -97,6 +98,21 @@ def graph_plans(config: QwenConfig, dtype: str, *, packed: bool = True) -> list[
         *(GraphPlan(f"{entry}.cpu.onnx", entry, of_cpu[entry], on_cpu, ("cpu",)) for entry in of_cpu),
         GraphPlan("score.cpu.onnx", "score", static, on_cpu, ("cpu",)),
         *_of_tensorrt(portable, own),
+    ]
+
+
+def portable_plans(dtype: str, layout: Layout, *, split: bool) -> list[GraphPlan]:
+    """The graph files of an export for any runtime: one for all, and one that only our runner needs.
+
+    Args:
+        split: a graph of any number of tokens and one of single tokens too, for runtimes that compile shapes.
+    """
+    portable, own = PortableLowering(), Precision(_IR_DTYPES[dtype], _IR_DTYPES[dtype])
+    entries = {"model": "prefill", **({"prefill": "prefill", "decode": "decode"} if split else {})}
+    everywhere = ("cpu", "cuda", "tensorrt")
+    return [
+        GraphPlan(layout.graph_file(stem, dtype), entry, portable, own, everywhere)
+        for stem, entry in {**entries, "shrink": "shrink"}.items()
     ]
 
 

@@ -9,6 +9,7 @@ import onnx
 
 from qwen_onnx.contract import Blocks, GraphSpec, Manifest, TensorSpec, read_manifest
 from qwen_onnx.errors import UserError
+from qwen_onnx.known_runtimes import describe_runtimes
 
 
 def describe(folder: Path) -> str:
@@ -24,6 +25,8 @@ def describe(folder: Path) -> str:
         f"kind       {manifest.architecture}, {manifest.num_hidden_layers} layers, "
         f"{manifest.num_key_value_heads} key/value heads of {manifest.head_dim}, vocabulary {manifest.vocab_size}",
         f"dtype      {manifest.dtype}",
+        f"target     {manifest.target}"
+        + (f", laid out for {manifest.layout}" if manifest.layout != "plain" else ""),
         *_describe_blocks(manifest),
         f"context    {manifest.context_length} tokens",
         f"end tokens {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
@@ -35,7 +38,7 @@ def describe(folder: Path) -> str:
         *(f"  {spec.size:>15,}  {name}" for name, spec in manifest.files.items()),
     ]
     for graph in manifest.graphs:
-        lines += ["", *_describe_graph(folder, graph)]
+        lines += ["", *_describe_graph(folder, graph), f"  {describe_runtimes(manifest, graph)}"]
     return "\n".join(lines)
 
 

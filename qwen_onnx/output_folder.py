@@ -43,12 +43,17 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
             raise UserError(f"{out}: nothing can be created in {nearest}; choose another place")
         if is_missing_or_empty(real):
             return
-        if not (real / MANIFEST_FILE).is_file():
+        if not holds_export(real):
             raise UserError(
                 f"{out}: not empty and not an earlier export ({MANIFEST_FILE} is missing); choose another"
             )
     if not force:
         raise UserError(f"{out}: holds an earlier export; choose another, or --force to replace it")
+
+
+def holds_export(folder: Path) -> bool:
+    """Whether this is an export, or a model repository of one."""
+    return (folder / MANIFEST_FILE).is_file() or any(folder.glob(f"*/1/export/{MANIFEST_FILE}"))
 
 
 def resolved(out: Path) -> Path:

@@ -8,9 +8,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from qwen_onnx.contract import MANIFEST_FILE
 from qwen_onnx.errors import UserError
-from qwen_onnx.output_folder import disk_errors_in_words, is_missing_or_empty, refuse_output, resolved
+from qwen_onnx.output_folder import (
+    disk_errors_in_words,
+    holds_export,
+    is_missing_or_empty,
+    refuse_output,
+    resolved,
+)
 from qwen_onnx.temporary_folders import find_temporaries, hold, temporary_name
 
 __all__ = ["discard", "recover", "refuse_output", "staged_folder", "sweep"]
@@ -129,7 +134,7 @@ def _recover(real: Path) -> list[str]:
                 real.rmdir()
             path.rename(real)
             notes.append(f"put back {real.name}, displaced by an export that was killed")
-        elif (real / MANIFEST_FILE).is_file():
+        elif holds_export(real):
             shutil.rmtree(path)
             notes.append(f"removed {path.name}, which {real.name} has replaced")
         else:

@@ -31,6 +31,7 @@ from qwen_onnx.quantize import Scheme, quantise
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor
 
 PAGE = 4096
+_HEADER = 1 << 20  # bytes left for a header where files have a limit; those of published models take a tenth
 PIECE = 8 << 20  # bytes read, converted and written at a time
 
 Pieces = Callable[[], Iterator[bytes | memoryview]]
@@ -179,10 +180,25 @@ def write_safetensors(
     return FileSpec(size, sha256.hexdigest())
 
 
-def stored_parameters(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredParameter]:
-    """Where linked tensors lie: in the checkpoint's own files, under their own names."""
+def in_files(tensors: Sequence[OutputTensor], largest: int | None) -> list[list[OutputTensor]]:
+    """Cut into files of at most `largest` bytes each, as far as one tensor and the header allow it."""
+    files: list[list[OutputTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if largest is not None and files[-1] and size + tensor.nbytes > largest - _HEADER:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.nbytes
+    return files
+
+
+def stored_parameters(
+    tensors: Mapping[str, StoredTensor], names: Mapping[Path, str]
+) -> dict[str, StoredParameter]:
+    """Where linked tensors lie: in the checkpoint's own files, which the export has under these names."""
     return {
-        name: StoredParameter(tensor.file.name, tensor.offset, tensor.nbytes)
+        name: StoredParameter(names[tensor.file], tensor.offset, tensor.nbytes)
         for name, tensor in tensors.items()
     }
 

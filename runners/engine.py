@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from qwen_onnx.contract import GraphSpec, Manifest
+from qwen_onnx.contract import GraphSpec, Manifest, is_weights
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.driver import gpus
 from qwen_onnx.runners.libraries import tensorrt_library
@@ -106,7 +106,7 @@ def _home(manifest: Manifest, graph: GraphSpec, shapes: Profile, *, tf32: bool) 
     if not found:
         raise UserError("provider tensorrt cannot start: the driver shows no GPU; see `qwen-onnx doctor`")
     library = tensorrt_library()
-    weights = {name: spec.sha256 for name, spec in manifest.files.items() if name.endswith(".safetensors")}
+    weights = {name: spec.sha256 for name, spec in manifest.files.items() if is_weights(name)}
     return engine_folder(
         default_engine_cache() / ("tf32" if tf32 else "exact"),
         graph_sha256=manifest.files[graph.file].sha256,

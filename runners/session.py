@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from qwen_onnx.contract import MIN_ONNXRUNTIME, GraphSpec, Manifest
+from qwen_onnx.contract import MIN_ONNXRUNTIME, GraphSpec, Manifest, is_weights
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.cores import physical_cores
 
@@ -195,7 +195,7 @@ def verify_sizes(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:
         UserError: naming the file, the size found and the size wanted.
     """
     for name, spec in manifest.files.items():
-        if name != graph.file and not name.endswith(".safetensors"):
+        if name != graph.file and not is_weights(name):
             continue
         path = folder / name
         if path.is_symlink() and not (folder / graph.file).is_symlink():

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx import contract
-from qwen_onnx.contract import GraphSpec, Manifest, TensorSpec
+from qwen_onnx.contract import GraphSpec, Manifest, TensorSpec, is_weights
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.bindings import CacheNames, run_bound
 from qwen_onnx.runners.engine import Engine, open_engine
@@ -198,7 +198,7 @@ def open_graph(
 
             def open_long() -> FixedSteps | None:
                 weights = sum(
-                    spec.size for name, spec in manifest.files.items() if name.endswith(".safetensors")
+                    spec.size for name, spec in manifest.files.items() if is_weights(name)
                 )
                 if free_memory() < 2 * weights:
                     return None

@@ -13,7 +13,7 @@ from chats import copy_export, endless, endless_checkpoint, tiny, write_chat_che
 from command import Ran, command
 from damage import WEIGHTS, change_manifest, edit_graph, forge, perturbed, poke
 
-from qwen_onnx import check as check_module
+from qwen_onnx import golden as golden_module
 from qwen_onnx.contract import Golden, read_manifest
 
 GOOD = "OK: the export is what it should be\n"
@@ -67,7 +67,7 @@ def test_golden_ids_that_cannot_be_kept_are_no_fault(tmp_path: Path, monkeypatch
     def refuse(folder: Path, manifest: Any) -> None:
         raise PermissionError(13, "Permission denied", str(folder / "export.json"))
 
-    monkeypatch.setattr(check_module, "write_manifest", refuse)
+    monkeypatch.setattr(golden_module, "write_manifest", refuse)
     ran = check(endless())
     assert ran.out == GOOD
     assert "not recorded (Permission denied)" in ran.err

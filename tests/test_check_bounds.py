@@ -9,9 +9,10 @@ import pytest
 from checkpoints import CONFIGS, random_tensors
 from damage import perturbed
 
-from qwen_onnx.check import KL_BOUNDS, _kl, compare_golden, compare_logits
+from qwen_onnx.check_logits import KL_BOUNDS, _kl, compare_logits
 from qwen_onnx.config import parse_config
 from qwen_onnx.contract import Golden
+from qwen_onnx.golden import compare_golden
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.tolerances import OF_TYPE
 

@@ -15,7 +15,7 @@ from checkpoints import QWEN2, write_checkpoint
 
 from qwen_onnx.exporter import export_model
 
-PACKAGES = ("qwen_onnx", "qwen_onnx.graphs", "qwen_onnx.runners")
+PACKAGES = ("qwen_onnx", "qwen_onnx.graphs", "qwen_onnx.layouts", "qwen_onnx.runners")
 SHARED = {
     "graphs": {"config", "contract", "graphs"},
     "runners": {"config", "contract", "errors", "runners"},
