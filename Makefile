@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types parity huge wheel smoke clean
+.PHONY: demo test lint types parity runtimes quick-runtimes huge wheel smoke clean
 
 demo: $(VENV)/installed
 	@$(BIN)/qwen-onnx export tiny $(VENV)/tiny-f32 --force >&2
@@ -16,6 +16,14 @@ test: $(VENV)/installed-test
 # Compares with transformers, and runs what takes minutes or gigabytes.
 parity: $(VENV)/installed-parity
 	$(BIN)/python -m pytest -q -n auto -m "transformers or slow"
+
+# Every runtime that the portable graph was tried in, each in an environment of its own (gigabytes); writes the table.
+runtimes: $(VENV)/installed-test
+	$(BIN)/python tests/runtimes/matrix.py --work $(VENV)/runtimes --out docs/runtimes.md
+
+# Those that install in a minute; needs node, npm and chromium.
+quick-runtimes: $(VENV)/installed-test
+	$(BIN)/python -m pytest -q -n auto -m runtimes
 
 # A checkpoint of the 7B shape; writes 15 GB and takes minutes.
 huge: $(VENV)/installed-test
@@ -41,7 +49,7 @@ wheel:
 	$(VENV)/user/bin/python -m pip install -q --upgrade onnxruntime pytest pytest-xdist hypothesis
 	cd $(VENV) && user/bin/python -c "import onnxruntime; print('ONNX Runtime', onnxruntime.__version__)"
 	cd $(VENV) && user/bin/python -m pytest -q -n auto -c ../pyproject.toml --rootdir .. ../tests \
-		-m "not transformers and not slow and not huge and not gpu_wheel"
+		-m "not transformers and not slow and not huge and not runtimes and not gpu_wheel"
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.
 smoke: $(VENV)/installed

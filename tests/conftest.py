@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 from exports import Exported, export_random
 
@@ -16,6 +17,9 @@ def pytest_configure() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     # A job in the background starts with SIGINT ignored, and hands that on to the children that wait for it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A machine that is busy is no fault.
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
 
 
 @pytest.hookimpl(tryfirst=True)
