@@ -18,8 +18,9 @@ parity: $(VENV)/installed-parity
 	$(BIN)/python -m pytest -q -n auto -m "transformers or slow"
 
 # Every runtime that the portable graph was tried in, each in an environment of its own (gigabytes); writes the table.
+runtimes quick-runtimes: export QWEN_ONNX_RUNTIMES ?= $(CURDIR)/$(VENV)/runtimes
 runtimes: $(VENV)/installed-test
-	$(BIN)/python tests/runtimes/matrix.py --work $(VENV)/runtimes --out docs/runtimes.md
+	$(BIN)/python tests/runtimes/matrix.py --work $(VENV)/runtimes/work --out docs/runtimes.md
 
 # Those that install in a minute; needs node, npm and chromium.
 quick-runtimes: $(VENV)/installed-test
@@ -39,8 +40,10 @@ types: $(VENV)/installed-lint
 	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/wheel/unpacked $(VENV)/wheel/*.whl
 	cd $(VENV)/wheel && MYPYPATH=unpacked ../bin/mypy --config-file ../../pyproject.toml --python-executable ../bin/python -p qwen_onnx
 
-# What a user gets: a plain install, used from elsewhere; and the tests on it, with the newest ONNX Runtime, whose
-# CPU wheel has no CUDA provider to run over stand-ins.
+# What a user gets: a plain install, used from elsewhere; and on it the tests of what a wheel or the newest ONNX
+# Runtime could change (its CPU wheel has no CUDA provider to run over stand-ins).
+OF_WHEEL := api cli cli_exports generate graph_parity greedy_graphs greedy_on_device growing_steps imports info kv_cache \
+	layouts portable_graphs quantised_exports runner speculate tiny triton_layout
 wheel:
 	rm -rf build $(VENV)/user && $(PYTHON) -m venv $(VENV)/user
 	$(VENV)/user/bin/python -m pip install -q .
@@ -48,7 +51,8 @@ wheel:
 	$(VENV)/user/bin/python -m pip uninstall -q -y onnxruntime-gpu onnxruntime
 	$(VENV)/user/bin/python -m pip install -q --upgrade onnxruntime pytest pytest-xdist hypothesis
 	cd $(VENV) && user/bin/python -c "import onnxruntime; print('ONNX Runtime', onnxruntime.__version__)"
-	cd $(VENV) && user/bin/python -m pytest -q -n auto -c ../pyproject.toml --rootdir .. ../tests \
+	cd $(VENV) && user/bin/python -m pytest -q -n auto -c ../pyproject.toml --rootdir .. \
+		$(OF_WHEEL:%=../tests/test_%.py) \
 		-m "not transformers and not slow and not huge and not runtimes and not gpu_wheel"
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.

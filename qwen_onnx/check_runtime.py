@@ -47,7 +47,8 @@ def verify_runtime(name: str) -> None:
     try:
         importlib.import_module(RUNTIMES[name])
     except ImportError as error:
-        raise UserError(f"--runtime {name}: {first_line(error)}; pip install {name}") from None
+        where = ", in an environment of its own: it brings another ONNX Runtime" if "genai" in name else ""
+        raise UserError(f"--runtime {name}: {first_line(error)}; pip install {name}{where}") from None
 
 
 def check_runtime(chat: Chat, manifest: Manifest, name: str) -> Finding:
@@ -74,8 +75,8 @@ def check_runtime(chat: Chat, manifest: Manifest, name: str) -> Finding:
         return Finding(False, f"{name}: {first_line(error)}")
     kind = {"f16": "float16"}.get(manifest.dtype, "float32")
     bound = logit_bound(kind, layers=manifest.num_hidden_layers, largest=0.0)
-    version = str(getattr(module, "__version__", "")).split("-")[0]
-    return compare_golden(found, golden, bound, f"{name} {version}".rstrip())
+    version = getattr(module, "__version__", None) or module.version()
+    return compare_golden(found, golden, bound, f"{name} {str(version).partition('-')[0]}")
 
 
 def _open(name: str, folder: Path, manifest: Manifest, graph: GraphSpec) -> Greedy:

@@ -42,7 +42,7 @@ from qwen_onnx.graph_plan import (
 )
 from qwen_onnx.graphs.build import StoredParameter, save_graph
 from qwen_onnx.hub import ModelSource, resolve_model
-from qwen_onnx.layouts.known import choose_layout
+from qwen_onnx.layouts.known import PORTABLE_DTYPES, choose_layout
 from qwen_onnx.layouts.layout import Exported, Layout
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.quantize import Scheme
@@ -272,13 +272,23 @@ class _Writer:
                 shutil.copyfile(file, self.folder / name)
                 self.files[name] = hash_file(self.folder / name)
 
+    def _other_counts(self) -> dict[str, int]:
+        """Weights files of the same layout in each dtype that it comes in, by the name of the graph."""
+        counts = {}
+        for dtype in PORTABLE_DTYPES if self.layout.graph_folder else ():
+            tensors = [converted(tensor, DTYPES[dtype]) for tensor in self.checkpoint.tensors.values()]
+            files = in_files(arrange([*tensors, *self._rotary]), self.layout.largest_file)
+            counts[self.layout.graph_file("model", dtype)] = len(files)
+        return counts
+
     def write_layout(self, eos_token_ids: tuple[int, ...]) -> list[str]:
         """The layout's own files; notes for the user."""
         names, notes = self.layout.write(
             Exported(
                 self.folder, self.checkpoint.config, self.dtype, self.positions, eos_token_ids,
                 model_file=self._plans[0].file,
-                weights_files=[name for name in self.files if contract.is_weights(name)],
+                weights_files=(own := [name for name in self.files if contract.is_weights(name)]),
+                file_counts=self._other_counts() | {self._plans[0].file: len(own)},
             )
         )  # fmt: skip
         self.files |= {name: hash_file(self.folder / name) for name in names}

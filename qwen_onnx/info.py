@@ -38,7 +38,8 @@ def describe(folder: Path) -> str:
         *(f"  {spec.size:>15,}  {name}" for name, spec in manifest.files.items()),
     ]
     for graph in manifest.graphs:
-        lines += ["", *_describe_graph(folder, graph), f"  {describe_runtimes(manifest, graph)}"]
+        runtimes = (f"  {line}" for line in describe_runtimes(manifest, graph))
+        lines += ["", *_describe_graph(folder, graph), *runtimes]
     return "\n".join(lines)
 
 

@@ -1,34 +1,40 @@
-"""Which programs take a graph, as far as they were tried: docs/runtimes.md has what was measured."""
+"""Which programs load a graph, as far as they were tried: docs/runtimes.md has the versions, and what came out."""
 
 from __future__ import annotations
 
 from qwen_onnx.contract import GraphSpec, Manifest
 
-_ORT = "ONNX Runtime (Python, Node, web)"
-_OTHERS = "OpenVINO, tract, IREE, TVM, MNN, tinygrad and onnx2torch"
-_ANY = f"{_ORT}, onnxruntime-genai, optimum, transformers.js, {_OTHERS}, onnx's reference evaluator"
-_OWN_NAMES = "its inputs are not those that onnxruntime-genai, optimum and transformers.js feed"
-
-TAKEN = {
-    "portable": (_ANY, ""),
-    "static": (f"{_ORT}, onnx's reference evaluator", f"{_OTHERS} know no TensorScatter; {_OWN_NAMES}"),
-    "contrib": (_ORT, f"{_OTHERS} do not know com.microsoft, or not all of it; {_OWN_NAMES}"),
-}
-"""By lowering: what takes it, and why others do not."""
+_ORT = ("ONNX Runtime in Python", "in Node", "in browsers")
+_FEEDERS = ("onnxruntime-genai", "optimum", "transformers.js")
+"""They feed what Hugging Face's exports take in, and no more."""
+RUNTIMES = (
+    *_ORT, *_FEEDERS, "OpenVINO", "tract", "IREE", "TVM", "MNN", "tinygrad", "onnx2torch", "onnx2pytorch", "nxrt",
+    "onnx's reference evaluator",
+)  # fmt: skip
+STATIC = (*_ORT, "onnx2pytorch", "nxrt", "onnx's reference evaluator")
+CONTRIB = (*_ORT, "nxrt")
 
 
-def describe_runtimes(manifest: Manifest, graph: GraphSpec) -> str:
-    """One line: which runtimes take this graph of an export, and which do not."""
-    if graph.entry in ("grow", "shrink"):
-        return f"runs in {_ORT}; others do without it"
-    if "com.microsoft" in graph.opsets:
-        taken, refused = TAKEN["contrib"]
-    elif graph.lowering == "portable":
-        taken, refused = TAKEN["portable"]
-    else:
-        taken, refused = TAKEN["static"]
-    bf16 = [spec.name for spec in graph.inputs if spec.dtype == "bfloat16"]
-    if bf16 and "cpu" not in graph.providers:
-        taken = "ONNX Runtime on CUDA"
-        refused = "few runtimes multiply bf16 on a CPU, ONNX Runtime is not one of them"
-    return f"runs in {taken}" + (f"; not elsewhere: {refused}" if refused else "")
+def loads_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
+    """Of RUNTIMES, those that load this graph of an export."""
+    if graph.lowering == "portable":
+        return RUNTIMES
+    if "com.microsoft" not in graph.opsets:
+        return STATIC
+    # It has MatMulNBits, GatherBlockQuantized and GroupQueryAttention for f32, and neither FusedMatMul nor
+    # TensorScatter.
+    in_f32 = manifest.quantised and graph.lowering == "contrib" and "cpu" in graph.providers
+    return (*CONTRIB, "OpenVINO") if in_f32 else CONTRIB
+
+
+def describe_runtimes(manifest: Manifest, graph: GraphSpec) -> list[str]:
+    """Lines: which runtimes load this graph, which do not, and what to know of them."""
+    if any(spec.dtype == "bfloat16" for spec in graph.inputs):
+        return ["loads in ONNX Runtime on CUDA; few runtimes multiply bf16 on a CPU, ONNX Runtime not"]
+    known = loads_in(manifest, graph)
+    lines = [f"loads in {', '.join(known)}"]
+    if refused := [name for name in RUNTIMES if name not in known]:
+        lines.append(f"not in {', '.join(refused)}")
+    if graph.lowering == "contrib" and "OpenVINO" in known:
+        lines.append("OpenVINO is wrong without an error where a batch has more than one row")
+    return lines

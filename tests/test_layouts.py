@@ -121,7 +121,7 @@ def test_files_that_a_browser_reads_stay_below_its_limit(
     assert len(parts) > 1
     assert all((summary.folder / name).stat().st_size <= limit for name in parts)
     told = read(summary.folder / "config.json")["transformers.js_config"]
-    assert told["use_external_data_format"] == {"model.onnx": len(parts)}
+    assert told["use_external_data_format"]["model.onnx"] == len(parts)
     np.testing.assert_array_equal(logits(summary.folder), logits(whole.folder))
     assert good(summary.folder, model)
 
@@ -143,7 +143,12 @@ def test_transformers_js_finds_names_and_the_cache_type(model: Path, tmp_path: P
         "onnx/shrink_fp16.onnx",
     }
     told = read(summary.folder / "config.json")["transformers.js_config"]
-    assert told == {"use_external_data_format": {"model_fp16.onnx": 1}, "kv_cache_dtype": {"fp16": "float16"}}
+    files = {"model.onnx": 1, "model_fp16.onnx": 1}
+    assert told == {"use_external_data_format": files, "kv_cache_dtype": {"fp16": "float16"}}
+    other = export(model, tmp_path / "other", layout="transformers.js")
+    assert read(other.folder / "config.json") == read(summary.folder / "config.json"), (
+        "so one can be put in the other"
+    )
 
 
 @pytest.mark.parametrize("layout", ["plain", "transformers.js"])
@@ -246,9 +251,9 @@ def test_info_says_who_takes_the_file(model: Path, tmp_path: Path) -> None:
     assert "target     portable, laid out for onnxruntime-genai" in text
     model_part = text[text.index("model.onnx: ") :]
     assert "OpenVINO" in model_part
-    assert "not elsewhere" not in model_part
+    assert "  not in " not in model_part
     graph = command("info", str(whole)).out
-    assert "not elsewhere: OpenVINO, tract" in graph[graph.index("prefill.onnx: ") :]
+    assert "  not in onnxruntime-genai, optimum, transformers.js, OpenVINO, tract" in graph
 
 
 def test_check_runs_the_golden_ids_in_another_runtime(model: Path, tmp_path: Path) -> None:

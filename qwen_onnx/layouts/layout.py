@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class Exported:
     model_file: str
     """The graph of any number of tokens."""
     weights_files: Sequence[str]
+    file_counts: Mapping[str, int]
+    """Of a graph's weights; of the graphs that exports in other dtypes have, too, where that is known."""
 
 
 Written = tuple[list[str], list[str]]

@@ -14,13 +14,12 @@ BROWSER_LIMIT = 2_000_000_000
 def write_transformers_js_config(exported: Exported) -> Written:
     """`transformers.js_config`: how many files hold the weights of which graph, and the type of the cache.
 
-    A browser cannot look into a folder, so that it has to be told.
+    A browser cannot look into a folder, so that it has to be told. Exports in f32 and f16 are told of each other's
+    files, so that the one's `onnx` folder can be copied into the other's.
     """
     path = exported.folder / "config.json"
-    model = PurePosixPath(exported.model_file).name
-    own: dict[str, object] = {"use_external_data_format": {model: len(exported.weights_files)}}
-    if exported.dtype == "f16":
-        own["kv_cache_dtype"] = {"fp16": "float16"}
+    counts = {PurePosixPath(file).name: count for file, count in exported.file_counts.items()}
+    own = {"use_external_data_format": counts, "kv_cache_dtype": {"fp16": "float16"}}
     write_json(path, read_json(path) | {"transformers.js_config": own})
     large = [
         name for name in exported.weights_files if (exported.folder / name).stat().st_size > BROWSER_LIMIT

@@ -1,0 +1,16 @@
+"""nxrt, on its CPU provider."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import nxrt
+from loop import Step, run_steps
+
+
+def load(path: Path) -> Step:
+    session = nxrt.InferenceSession(str(path))
+    return lambda feeds: session.run(None, feeds)
+
+
+if __name__ == "__main__":
+    run_steps("nxrt", version("nxrt"), load)
