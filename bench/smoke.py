@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from qwen_onnx import export, load
+from qwen_onnx import SamplingOptions, export, load
 from qwen_onnx.check import check_export
 from qwen_onnx.exporter import ExportSummary
 from qwen_onnx.hub import DEFAULT_MODEL
@@ -38,7 +38,8 @@ def verify(summary: ExportSummary, bytes_each: int) -> list[str]:
     if not wanted_size < size < wanted_size + 2**20:
         faults.append(f"weights.safetensors has {size:,} bytes, expected {wanted_size:,} and a header")
     chat = load(summary.folder, provider="cpu")
-    text = "".join(token.text for token in chat.generate(PROMPT, max_new_tokens=32))
+    answer = chat.generate(PROMPT, max_new_tokens=32, sampling=SamplingOptions.greedy())
+    text = "".join(token.text for token in answer)
     if ANSWER not in text:
         faults.append(f"asked for the capital of France, it said {text!r}")
     faults += [found.text for found in check_export(summary.folder, against=DEFAULT_MODEL) if not found.ok]

@@ -18,8 +18,17 @@ from qwen_onnx.errors import NonFiniteLogitsError, UserError
 if TYPE_CHECKING:
     from qwen_onnx.exporter import ExportSummary
     from qwen_onnx.runners.chat import Chat
+    from qwen_onnx.runners.sampling_options import SamplingOptions
 
-__all__ = ["NonFiniteLogitsError", "UserError", "export", "load"]
+__all__ = ["NonFiniteLogitsError", "SamplingOptions", "UserError", "export", "load"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "SamplingOptions":  # here, so that importing the package loads no runner
+        from qwen_onnx.runners.sampling_options import SamplingOptions
+
+        return SamplingOptions
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def export(

@@ -7,6 +7,17 @@ from collections.abc import Callable, Sequence
 
 from qwen_onnx.runners.chat import Chat, Message, Token
 from qwen_onnx.runners.generate import FinishReason
+from qwen_onnx.runners.sampling_options import SamplingOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """How likely one token of an answer was to the model."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
+    """The same of as many best ids as were asked for, best first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +28,13 @@ class Answer:
     token_ids: list[int]
     """With the id that ended it."""
     text: str
-    """Without the end token."""
+    """Without the end token or the stop string."""
     finish_reason: FinishReason
     ttft_ms: float | None
     tokens_per_s: float | None
     top_logits: list[list[tuple[int, float]]] | None = None
+    """Per token, when asked for."""
+    logprobs: list[TokenLogprob] | None = None
     """Per token, when asked for."""
 
     def as_json(self, chat: Chat) -> dict[str, object]:
@@ -30,8 +43,9 @@ class Answer:
             "provider": chat.runner.provider,
             "dtype": chat.runner.manifest.dtype,
         }
-        if self.top_logits is None:
-            del fields["top_logits"]
+        for name in ("top_logits", "logprobs"):
+            if fields[name] is None:
+                del fields[name]
         return fields
 
 
@@ -42,6 +56,10 @@ def answer(
     max_new_tokens: int | None,
     ignore_eos: bool = False,
     top_logits: int = 0,
+    sampling: SamplingOptions | None = None,
+    stop: Sequence[str] | None = None,
+    min_new_tokens: int | None = None,
+    logprobs: int | None = None,
     on_token: Callable[[Token], None] = lambda token: None,
 ) -> Answer:
     """Generate to the end, or to Ctrl-C: then what there is so far is the answer, `interrupted`.
@@ -55,7 +73,14 @@ def answer(
     reason = FinishReason.LENGTH
     try:
         for token in chat.generate(
-            prompt_ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, top_logits=top_logits
+            prompt_ids,
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            top_logits=top_logits,
+            sampling=sampling,
+            stop=stop,
+            min_new_tokens=min_new_tokens,
+            logprobs=logprobs,
         ):
             tokens.append(token)
             on_token(token)
@@ -71,4 +96,11 @@ def answer(
         ttft_ms=last.ttft_ms if last else None,
         tokens_per_s=last.tokens_per_s if last else None,
         top_logits=[list(token.top_logits) for token in tokens] if top_logits else None,
+        logprobs=None if logprobs is None else [_logprob(token) for token in tokens],
     )
+
+
+def _logprob(token: Token) -> TokenLogprob:
+    if token.logprob is None:
+        raise TypeError("a token without the logprob that was asked for")
+    return TokenLogprob(token.token_id, token.logprob, list(token.top_logprobs))

@@ -23,6 +23,7 @@ from qwen_onnx.memory import anonymous_memory, peak_memory
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.cores import physical_cores
 from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.sampling_options import SamplingOptions
 from qwen_onnx.runners.session import SessionOptions, import_onnxruntime, installed_distributions
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, StoredTensor, read_header
 
@@ -156,7 +157,15 @@ def _timed(
                 ids[0] = int(rng.integers(0, size))
             first_ids.add(ids[0])
             ttft, times, inside = 0.0, [], []
-            for token in chat.generate(ids, max_new_tokens=new_tokens, ignore_eos=True):
+            tokens = chat.generate(
+                ids,
+                max_new_tokens=new_tokens,
+                ignore_eos=True,
+                sampling=SamplingOptions.greedy(),
+                stop=(),
+                min_new_tokens=0,
+            )
+            for token in tokens:
                 ttft = token.ttft_ms
                 times.append(time.perf_counter())
                 inside.append(sum(spent))

@@ -11,7 +11,9 @@ from typing import Annotated
 
 import typer
 
+from qwen_onnx import sampling_flags as flags
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.sampling_options import SamplingOptions
 
 app = typer.Typer(
     name="qwen-onnx",
@@ -102,8 +104,23 @@ def run(
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text, as 1,2,3.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text; no chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of an answer.")] = 1024,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Most tokens of an answer; default generation_config.json's, or 1024."),
+    ] = None,
+    min_new_tokens: flags.MinNewTokens = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
+    stop: flags.Stop = None,
+    greedy: flags.Greedy = False,
+    temperature: flags.Temperature = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
+    presence_penalty: flags.PresencePenalty = None,
+    frequency_penalty: flags.FrequencyPenalty = None,
+    logit_bias: flags.LogitBias = None,
+    seed: flags.Seed = None,
     provider: Provider = "auto",
     dtype: Annotated[
         str | None,
@@ -140,6 +157,7 @@ def run(
         int | None, typer.Option(help="Positions to use; default all of the export's.")
     ] = None,
     top_logits: Annotated[int, typer.Option(min=0, help="Show the K best tokens of each step.")] = 0,
+    logprobs: flags.Logprobs = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="TTFT, tokens/s and memory after each answer.")
     ] = False,
@@ -149,12 +167,19 @@ def run(
     """Chat with a model, or answer one prompt (-p, or text piped in)."""
     from qwen_onnx.running import RunOptions, run_model
 
+    sampling = SamplingOptions(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, logit_bias=flags.parse_logit_bias(logit_bias),
+    )  # fmt: skip
     options = RunOptions(
         model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system,
-        max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, provider=provider, dtype=dtype,
+        max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, min_new_tokens=min_new_tokens, stop=stop or None,
+        sampling=flags.without_drawing(sampling) if greedy else sampling, provider=provider, dtype=dtype,
         revision=revision, threads=threads, prepack=prepack, cuda_graph=cuda_graph, tf32=tf32,
         greedy_on_device=greedy_on_device, speculate=speculate, gpu_mem_limit=gpu_mem_limit,
-        max_context=max_context, top_logits=top_logits, stats=stats, as_json=as_json, cache_dir=cache_dir,
+        max_context=max_context, top_logits=top_logits, logprobs=logprobs, stats=stats,
+        as_json=as_json, cache_dir=cache_dir,
     )  # fmt: skip
     if code := run_model(options):
         raise typer.Exit(code)

@@ -9,6 +9,7 @@ from qwen_onnx.contract import Golden, Manifest, write_manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.sampling_options import SamplingOptions
 from qwen_onnx.runners.session import SessionOptions
 from qwen_onnx.tolerances import logit_bound
 
@@ -102,7 +103,17 @@ def compare_golden(found: Golden, golden: Golden, bound: float, provider: str) -
 def record_golden(chat: Chat, prompt_ids: list[int], count: int = GOLDEN_TOKENS) -> Golden:
     """Greedy ids after a prompt, past end tokens, and the margin of each choice."""
     count = min(count, chat.runner.context_length - len(prompt_ids))
-    tokens = list(chat.generate(prompt_ids, max_new_tokens=count, ignore_eos=True, top_logits=2))
+    tokens = list(
+        chat.generate(
+            prompt_ids,
+            max_new_tokens=count,
+            ignore_eos=True,
+            top_logits=2,
+            sampling=SamplingOptions.greedy(),
+            stop=(),
+            min_new_tokens=0,
+        )
+    )
     margins = [token.top_logits[0][1] - token.top_logits[-1][1] for token in tokens]
     return Golden(tuple(prompt_ids), tuple(token.token_id for token in tokens), tuple(margins))
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from qwen_onnx.answer import Answer, answer
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Chat, Message, Token
+from qwen_onnx.runners.sampling_options import SamplingOptions
 
 _HELP = """\
 /help            this list
 /clear           forget the conversation
 /system TEXT     set the system message and forget the conversation; without TEXT, none
+/params          how tokens are chosen and what ends an answer
 /stats           context used and left, speed of the last answer
 /exit            leave (so do Ctrl-D, and Ctrl-C twice)
 Ctrl-C stops an answer and keeps the session."""
@@ -30,13 +32,18 @@ class Repl:
         max_new_tokens: int | None,
         ignore_eos: bool = False,
         top_logits: int = 0,
+        sampling: SamplingOptions | None = None,
+        stop: Sequence[str] | None = None,
+        min_new_tokens: int | None = None,
+        logprobs: int | None = None,
         raw: bool = False,
         show: Callable[[Token], None],
         report: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
         """`show` gets each token as it comes, `report` each answer at its end; `raw` completes text, no chat."""
         self._chat, self._max_new_tokens, self._ignore_eos, self._raw = chat, max_new_tokens, ignore_eos, raw
-        self._show, self._report, self._top_logits = show, report, top_logits
+        self._show, self._report, self._top_logits, self._logprobs = show, report, top_logits, logprobs
+        self._sampling, self._stop, self._min_new_tokens = sampling, stop, min_new_tokens
         self._last: Answer | None = None
         self._messages: list[Message] = []
         self._system(system)
@@ -76,6 +83,8 @@ class Repl:
             del self._messages[self._kept :]
         elif command == "/system":
             self._system(rest.strip() or None)
+        elif command == "/params":
+            self._params()
         elif command == "/stats":
             self._stats()
         elif command.startswith("/") and not self._raw and "/" not in command[1:]:
@@ -91,6 +100,10 @@ class Repl:
             max_new_tokens=self._max_new_tokens,
             ignore_eos=self._ignore_eos,
             top_logits=self._top_logits,
+            sampling=self._sampling,
+            stop=self._stop,
+            min_new_tokens=self._min_new_tokens,
+            logprobs=self._logprobs,
             on_token=self._show,
         )
         print(flush=True)
@@ -104,6 +117,18 @@ class Repl:
     def _system(self, text: str | None) -> None:
         self._messages = [{"role": "system", "content": text}] if text else []
         self._kept = len(self._messages)
+
+    def _params(self) -> None:
+        options = self._chat.options(
+            max_new_tokens=self._max_new_tokens,
+            ignore_eos=self._ignore_eos,
+            sampling=self._sampling,
+            stop=self._stop,
+            min_new_tokens=self._min_new_tokens,
+        )
+        _say(options.describe())
+        if ignored := self._chat.defaults.ignored:
+            _say(f"not supported, of generation_config.json: {', '.join(ignored)}")
 
     def _stats(self) -> None:
         used, length = self._chat.context_used, self._chat.runner.context_length

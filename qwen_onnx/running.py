@@ -8,18 +8,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from qwen_onnx.answer import Answer, answer
+from qwen_onnx.answer import answer
 from qwen_onnx.contract import DTYPES, EXPORT_DTYPES, MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.memory import peak_memory
 from qwen_onnx.repl import Repl, enable_line_editing
-from qwen_onnx.runners.chat import Chat, Message, Token
+from qwen_onnx.runners.chat import Chat, Message
+from qwen_onnx.runners.generate import verify_options
 from qwen_onnx.runners.providers import missing_library, verify_provider
 from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.sampling_options import SamplingOptions
 from qwen_onnx.runners.session import ONE_DISTRIBUTION, SessionOptions, installed_distributions
+from qwen_onnx.showing import report, show
 
 if TYPE_CHECKING:
     from qwen_onnx.hub import ModelSource
+
+MOST_TOKENS = 1024
+"""Of an answer, where neither the command line nor generation_config.json says how many."""
 
 _NO_TEMPLATE = "no chat template; use --raw to complete text"
 
@@ -33,8 +38,11 @@ class RunOptions:
     prompt_ids: str | None
     raw: bool
     system: str | None
-    max_new_tokens: int
+    max_new_tokens: int | None
+    min_new_tokens: int | None
     ignore_eos: bool
+    stop: list[str] | None
+    sampling: SamplingOptions
     provider: str
     dtype: str | None
     revision: str | None
@@ -47,6 +55,7 @@ class RunOptions:
     gpu_mem_limit: int | None
     max_context: int | None
     top_logits: int
+    logprobs: int | None
     stats: bool
     as_json: bool
     cache_dir: Path | None
@@ -78,30 +87,49 @@ def run_model(options: RunOptions) -> int:
     result = answer(
         chat,
         prompt or [],
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=_most_tokens(chat, options),
         ignore_eos=options.ignore_eos,
         top_logits=options.top_logits,
-        on_token=lambda token: None if options.as_json else _show(chat, token),
+        sampling=options.sampling,
+        stop=options.stop,
+        min_new_tokens=options.min_new_tokens,
+        logprobs=options.logprobs,
+        on_token=lambda token: None if options.as_json else show(chat, token),
     )
     print(json.dumps(result.as_json(chat)) if options.as_json else "", flush=True)
     if options.stats:
-        _report(chat, result)
+        report(chat, result)
     return 130 if result.finish_reason == "interrupted" else 0
 
 
 def _chat(chat: Chat, options: RunOptions) -> int:
+    most = _most_tokens(chat, options)
+    # Now, and not as the end of every answer.
+    verify_options(
+        chat.runner,
+        chat.options(sampling=options.sampling, stop=options.stop, min_new_tokens=options.min_new_tokens),
+    )
     enable_line_editing()
     repl = Repl(
         chat,
         system=options.system,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=most,
         ignore_eos=options.ignore_eos,
         top_logits=options.top_logits,
+        sampling=options.sampling,
+        stop=options.stop,
+        min_new_tokens=options.min_new_tokens,
+        logprobs=options.logprobs,
         raw=options.raw,
-        show=lambda token: _show(chat, token),
-        report=lambda result: _report(chat, result) if options.stats else None,
+        show=lambda token: show(chat, token),
+        report=lambda result: report(chat, result) if options.stats else None,
     )
     return repl.run(_read_line)
+
+
+def _most_tokens(chat: Chat, options: RunOptions) -> int:
+    given = (options.max_new_tokens, chat.defaults.max_new_tokens)
+    return next((count for count in given if count is not None), MOST_TOKENS)
 
 
 def _read_line(prompt: str) -> str:
@@ -154,6 +182,8 @@ def _open(options: RunOptions) -> Chat:
     chat = Chat(Runner(folder, session, max_context=options.max_context))
     if options.provider == "auto":
         print(f"provider: {chat.runner.provider}", file=sys.stderr)
+    if ignored := chat.defaults.ignored:
+        print(f"note: not supported, of generation_config.json: {', '.join(ignored)}", file=sys.stderr)
     if chat.runner.engine is not None:
         print(chat.runner.engine.describe(), file=sys.stderr)
     if chat.runner.engine is not None and not chat.runner.engine.checked:
@@ -203,31 +233,3 @@ def _default_dtype(source: ModelSource, provider: str) -> str:
 
     embedding = open_checkpoint(source.folder).tensors.get("model.embed_tokens.weight")
     return next((dtype for dtype, held in DTYPES.items() if embedding and embedding.dtype == held), "f32")
-
-
-def _show(chat: Chat, token: Token) -> None:
-    if token.top_logits:
-        print("  ".join(_labelled(chat, *best) for best in token.top_logits), file=sys.stderr)
-    text = token.text if chat.tokenizer else f"{token.token_id} "
-    print(text, end="", flush=True)
-
-
-def _labelled(chat: Chat, token_id: int, logit: float) -> str:
-    text = chat.tokenizer.decode([token_id], skip_special_tokens=False) if chat.tokenizer else ""
-    return f"{token_id} {text!r} {logit:.3f}"
-
-
-def _report(chat: Chat, result: Answer) -> None:
-    memory = peak_memory()
-    fields = [
-        f"{len(result.prompt_ids)} prompt tokens",
-        f"{len(result.token_ids)} new",
-        result.finish_reason,
-        "-" if result.ttft_ms is None else f"TTFT {result.ttft_ms:.1f} ms",
-        "-" if result.tokens_per_s is None else f"{result.tokens_per_s:.1f} tokens/s",
-        f"cache {chat.cache_bytes / 1e6:.1f} MB",
-        "" if memory is None else f"peak memory {memory / 1e6:.0f} MB",
-        f"context {chat.context_used} of {chat.runner.context_length}",
-        chat.runner.describe(),
-    ]
-    print(", ".join(field for field in fields if field), file=sys.stderr)

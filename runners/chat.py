@@ -11,8 +11,12 @@ import numpy as np
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.detokenizer import StreamDetokenizer
-from qwen_onnx.runners.generate import FinishReason, GenerationOptions, generate_ids
+from qwen_onnx.runners.generate import FinishReason, generate_ids
+from qwen_onnx.runners.generation_defaults import read_defaults
+from qwen_onnx.runners.generation_options import GenerationOptions
 from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.sampling_options import SamplingOptions, in_force, verify_count
+from qwen_onnx.runners.stop_strings import StopStrings, verified_stop
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Message = Mapping[str, object]
@@ -36,6 +40,11 @@ class Token:
     tokens_per_s: float | None
     """Decoding speed so far, the first token (which is prefill) not counted; None at the first."""
     top_logits: tuple[tuple[int, float], ...] = ()
+    logprob: float | None = None
+    """ln of its probability, in float64, when asked for: the softmax of the model's own logits of all ids that name a
+    token, before bias, penalties and temperature, as in OpenAI's API."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """(id, the same) of the best ids, best first, when asked for."""
 
 
 class Chat:
@@ -52,6 +61,7 @@ class Chat:
         self.tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
         self.template = ChatTemplate.from_folder(folder) if has_tokenizer else None
         self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
+        self.defaults = read_defaults(folder)
         self._cache = runner.new_cache()
         self._turn = 0
         self._size, self._holes = runner.manifest.vocab_size, np.empty(0, np.int64)
@@ -93,6 +103,45 @@ class Chat:
             raise UserError(f"{self.runner.folder}: has no chat template; give raw text or token ids")
         return self._tokenizer().encode(self.template.render(messages), add_special_tokens=False)
 
+    def options(
+        self,
+        *,
+        max_new_tokens: int | None = None,
+        ignore_eos: bool = False,
+        top_logits: int = 0,
+        sampling: SamplingOptions | None = None,
+        stop: str | Sequence[str] | None = None,
+        min_new_tokens: int | None = None,
+        logprobs: int | None = None,
+    ) -> GenerationOptions:
+        """The values that `generate` goes by, given these: the rest is what generation_config.json says.
+
+        Raises:
+            UserError: a value of the wrong kind, out of range, or that this export has no use for.
+        """
+        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 0):
+            raise UserError(f"max_new_tokens {max_new_tokens!r}: a whole number wanted, or None")
+        verify_count("min_new_tokens", min_new_tokens)
+        verify_count("logprobs", logprobs)
+        if not isinstance(sampling, SamplingOptions | None):
+            raise UserError(f"sampling {sampling!r}: SamplingOptions wanted, or None")
+        strings = self.defaults.stop if stop is None else verified_stop(stop)
+        if stop and self.tokenizer is None:
+            raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text, and so no stop strings")
+        values = in_force(sampling or SamplingOptions(), self.defaults.sampling)
+        for token_id in values.logit_bias:
+            if token_id >= self._size or token_id in self._holes:
+                raise UserError(f"logit_bias of {token_id}: the id names no token")
+        return GenerationOptions(
+            self.defaults.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            ignore_eos,
+            top_logits,
+            sampling=values,
+            min_new_tokens=self.defaults.min_new_tokens if min_new_tokens is None else min_new_tokens,
+            logprobs=logprobs,
+            stop=strings,
+        )
+
     def generate(
         self,
         prompt: str | Sequence[int] | Sequence[Message],
@@ -100,31 +149,50 @@ class Chat:
         max_new_tokens: int | None = None,
         ignore_eos: bool = False,
         top_logits: int = 0,
+        sampling: SamplingOptions | None = None,
+        stop: str | Sequence[str] | None = None,
+        min_new_tokens: int | None = None,
+        logprobs: int | None = None,
     ) -> Iterator[Token]:
-        """Greedy tokens after a raw text, token ids or chat messages.
+        """Tokens after a raw text, token ids or chat messages.
+
+        What is None is as the export's generation_config.json says.
 
         Args:
-            max_new_tokens: None for "until the model ends or the context is full".
+            max_new_tokens: where that file says nothing either: until the model ends or the context is full.
             ignore_eos: go on after an end token.
             top_logits: how many of the best ids and logits each token carries.
+            sampling: how tokens are chosen; each value overrides the file's.
+            stop: strings that end the answer, beside the end tokens, and are not part of its text; they may span
+                tokens. Special tokens have no text: they do not count.
+            min_new_tokens: so many tokens come before an end token, or the one that completes a stop string.
+            logprobs: each token carries the log probability of its id, and of so many best ids.
 
         Raises:
-            UserError: an unusable prompt, or one longer than the context; before any compute. And when another
-                answer of this Chat was begun before this one ended.
+            UserError: an unusable prompt or option, or a prompt longer than the context; before any compute. And
+                when another answer of this Chat was begun before this one ended.
             NonFiniteLogitsError: the model computed NaN or infinity.
         """
-        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 0):
-            raise UserError(f"max_new_tokens {max_new_tokens!r}: a whole number wanted, or None")
+        options = self.options(
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            top_logits=top_logits,
+            sampling=sampling,
+            stop=stop,
+            min_new_tokens=min_new_tokens,
+            logprobs=logprobs,
+        )
         started = time.perf_counter()
         self._turn = turn = self._turn + 1
         prompt_ids = self.prompt_ids(prompt)
         cached = self._cache.shared_prefix(prompt_ids[:-1])
         detokenizer = None if self.tokenizer is None else StreamDetokenizer(self.tokenizer)
+        stops = StopStrings(options.stop)
         steps = generate_ids(
             self.runner,
             self._cache,
             prompt_ids,
-            GenerationOptions(max_new_tokens, ignore_eos, top_logits),
+            options,
             eos_token_ids=self.eos_token_ids,
             size=self._size,
             holes=self._holes,
@@ -133,25 +201,37 @@ class Chat:
         for made, step in enumerate(steps, start=1):
             now = time.perf_counter()
             first = first or now
+            reason = step.finish_reason
             # By its reason, not by being special: some tokenizers do not flag their end token.
-            ended = step.finish_reason is FinishReason.EOS
+            ended = reason is FinishReason.EOS
             text = "" if ended or detokenizer is None else detokenizer.push(step.token_id)
-            if step.finish_reason is not None and detokenizer:
+            if reason is not None and detokenizer:
                 text += detokenizer.flush()
+            text = stops.push(text, may_end=made > options.min_new_tokens)
+            if stops.found:
+                reason = FinishReason.STOP
+                # Guesses that were right, and are not wanted; the id that ended it was not computed.
+                self._cache.truncate(len(prompt_ids) + made - 1)
+            elif reason is not None:
+                text += stops.flush()
             yield Token(
                 token_id=step.token_id,
                 text=text,
-                finish_reason=step.finish_reason,
+                finish_reason=reason,
                 prompt_tokens=len(prompt_ids),
                 cached_tokens=cached,
                 ttft_ms=1e3 * (first - started),
                 tokens_per_s=(made - 1) / (now - first) if made > 1 else None,
                 top_logits=step.top_logits,
+                logprob=step.logprob,
+                top_logprobs=step.top_logprobs,
             )
             if self._turn != turn:
                 raise UserError(
                     "another answer was begun on this Chat; load the export once more for a second one"
                 )
+            if reason is not None:
+                return
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

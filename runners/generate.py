@@ -1,4 +1,4 @@
-"""From logits to token ids: greedy decoding of one sequence."""
+"""From logits to token ids: decoding of one sequence."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.chooser import Chooser
+from qwen_onnx.runners.generation_options import GenerationOptions
 from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.sampling import greedy, top, without_nameless
+from qwen_onnx.runners.sampling import greedy, log_normaliser, top, without_nameless
 from qwen_onnx.runners.speculate import PromptLookup, is_near
 
 
@@ -72,16 +74,20 @@ class GeneratedId:
     """None while the answer goes on."""
     top_logits: tuple[tuple[int, float], ...] = ()
     """The best ids and their logits at this step, when asked for."""
+    logprob: float | None = None
+    """ln of its probability, when asked for: of the model's own logits, before penalties and temperature."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """The best ids and the same of them, when asked for."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerationOptions:
-    """What a caller may choose of a generation."""
-
-    max_new_tokens: int | None = None
-    """None: until the model ends or the context is full."""
-    ignore_eos: bool = False
-    top_logits: int = 0
+def verify_options(model: LogitsModel, options: GenerationOptions) -> None:
+    """Raises UserError where the model chooses or guesses ids by itself, and the options are not plain greedy."""
+    if (model.chooses or model.scores) and not options.plain:
+        name = "greedy_on_device" if model.chooses else "speculate"
+        raise UserError(
+            f"{name} is greedy: no sampling, penalties, logit_bias or min_new_tokens; "
+            "--greedy (SamplingOptions.greedy()) leaves out those of generation_config.json"
+        )
 
 
 def generate_ids(
@@ -94,7 +100,7 @@ def generate_ids(
     size: int,
     holes: NDArray[np.int64],
 ) -> Iterator[GeneratedId]:
-    """Greedy ids after a prompt, of which only what the cache does not hold is computed.
+    """Ids after a prompt, of which only what the cache does not hold is computed.
 
     The id that ends the answer is yielded too; its finish_reason says so.
 
@@ -103,7 +109,8 @@ def generate_ids(
             chooses, its runner was told to `exclude` them.
 
     Raises:
-        UserError: an empty prompt, or one that leaves no room in the context; before any compute.
+        UserError: an empty prompt, one that leaves no room in the context, or options that the model does not take;
+            before any compute. Or no token is left to choose.
         NonFiniteLogitsError: the model computed NaN or infinity.
     """
     if not prompt_ids:
@@ -112,6 +119,7 @@ def generate_ids(
         raise UserError(
             f"the prompt has {len(prompt_ids)} tokens, the context holds {model.context_length} with the answer"
         )
+    verify_options(model, options)
     if options.max_new_tokens is not None and options.max_new_tokens <= 0:
         return
     # The last id is computed even where the cache holds it: its logits are what is needed.
@@ -121,11 +129,18 @@ def generate_ids(
     def named(logits: NDArray[np.float32]) -> NDArray[np.float32]:
         return without_nameless(logits, size, holes)
 
+    chooser = Chooser(
+        options.sampling,
+        prompt_ids,
+        size=size,
+        eos_token_ids=eos_token_ids,
+        min_new_tokens=options.min_new_tokens,
+    )
     lookup = PromptLookup(prompt_ids) if model.scores else None
     new_ids, made = np.array([prompt_ids[cached:]], np.int64), 0
     while True:
         if lookup is None:
-            chosen = [_choose(model, cache, new_ids, named, first=not made)]
+            chosen = [_choose(model, cache, new_ids, named, chooser.choose, first=not made)]
         else:
             room = model.context_length - cache.length - new_ids.shape[1]
             left = room if options.max_new_tokens is None else options.max_new_tokens - made - 1
@@ -145,11 +160,9 @@ def generate_ids(
                 reason = FinishReason.CONTEXT
             if reason is not None:
                 cache.truncate(cache.length - later)  # guesses that were right, and are not wanted
-            best: tuple[tuple[int, float], ...] = ()
-            if options.top_logits:
-                logits = named(model.logits(cache)[0]) if logits is None else logits
-                best = tuple(top(logits, options.top_logits))
-            yield GeneratedId(token_id, reason, best)
+            if logits is None and (options.top_logits or options.logprobs is not None):
+                logits = named(model.logits(cache)[0])
+            yield _reported(token_id, reason, logits, options)
             if reason is not None:
                 return
         new_ids = np.array([[token_id]], np.int64)
@@ -161,15 +174,38 @@ _Chosen = tuple[int, NDArray[np.float32] | None]
 _Named = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
+def _reported(
+    token_id: int,
+    reason: FinishReason | None,
+    logits: NDArray[np.float32] | None,
+    options: GenerationOptions,
+) -> GeneratedId:
+    """The step with what was asked for of its logits, the model's own."""
+    if logits is None:
+        return GeneratedId(token_id, reason)
+    best = tuple(top(logits, options.top_logits)) if options.top_logits else ()
+    if options.logprobs is None:
+        return GeneratedId(token_id, reason, best)
+    less = log_normaliser(logits)
+    best_logprobs = tuple((best_id, logit - less) for best_id, logit in top(logits, options.logprobs))
+    return GeneratedId(token_id, reason, best, float(logits[token_id]) - less, best_logprobs)
+
+
 def _choose(
-    model: LogitsModel, cache: KVCache, new_ids: NDArray[np.int64], named: _Named, *, first: bool
+    model: LogitsModel,
+    cache: KVCache,
+    new_ids: NDArray[np.int64],
+    named: _Named,
+    choose_from: Callable[[NDArray[np.float32]], int] = greedy,
+    *,
+    first: bool,
 ) -> _Chosen:
     """The next id after these."""
     if model.chooses:
         choose = model.prefill_greedy if first else model.decode_greedy
         return int(choose(cache, new_ids)[0]), None
     logits = named((model.prefill if first else model.decode)(cache, new_ids)[0])
-    return greedy(logits), logits
+    return choose_from(logits), logits
 
 
 def _verified(

@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from chats import copy_export, endless, tiny
+from damage import forge
 from refusals import refused
 
 import qwen_onnx
@@ -248,6 +249,7 @@ def test_an_end_token_that_is_not_flagged_special_is_not_printed(tmp_path: Path)
     for token in raw["added_tokens"]:
         token["special"] = False
     (folder / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    forge(folder)
     tokens = say(load(folder, provider="cpu"), [{"role": "user", "content": "What is 3 plus 4?"}], 40)
     assert tokens[-1].finish_reason == "eos"
     assert "".join(token.text for token in tokens) == "3 plus 4 is 7."

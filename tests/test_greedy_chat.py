@@ -12,6 +12,7 @@ from chats import endless, tiny
 from cuda_graphs_on_cpu import GREEDY_ON_CPU, serve_cuda_graphs_on_cpu
 from exports import ON_CPU
 
+from qwen_onnx import SamplingOptions, UserError
 from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.runner import Runner
 
@@ -67,3 +68,24 @@ def test_ids_without_a_name_are_never_chosen(dtype: str, tmp_path: Path) -> None
         chat.runner.prefill_greedy(cache := chat.runner.new_cache(), np.array([[first, 5]]))
         nameless += int(chat.runner.logits(cache)[0].argmax() >= size)
     assert nameless, "no nameless id was ever the best: nothing is shown"
+
+
+def test_log_probabilities_come_along_and_nothing_else_is_asked_of_the_device(
+    chats: tuple[Chat, Chat],
+) -> None:
+    """Logits that stay on the device; an answer that is greedy though a temperature was asked for."""
+    on_device, on_host = chats
+    prompt = [{"role": "user", "content": "What is 2 + 3?"}]
+    asked = {"max_new_tokens": 24, "logprobs": 2}
+    found, wanted = (
+        [(token.token_id, token.logprob, token.top_logprobs) for token in chat.generate(prompt, **asked)]
+        for chat in chats
+    )
+    assert found == wanted
+    assert all(best[0] == (token_id, logprob) and len(best) == 2 for token_id, logprob, best in found)
+    for options in ({"sampling": SamplingOptions(temperature=1)}, {"min_new_tokens": 3}):
+        with pytest.raises(UserError, match=r"^greedy_on_device is greedy"):
+            list(on_device.generate(prompt, **options))
+    stopped = [said(chat.generate(prompt, stop=[" ", "5"])) for chat in (on_device, on_host)]
+    assert stopped[0] == stopped[1]
+    assert stopped[0][-1][2] == "stop"

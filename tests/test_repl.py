@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chats import endless, tiny
 
-from qwen_onnx import UserError, load
+from qwen_onnx import SamplingOptions, UserError, load
 from qwen_onnx.repl import Repl
 from qwen_onnx.runners.chat import Token
 from qwen_onnx.runners.generate import FinishReason
@@ -93,7 +93,7 @@ def test_empty_lines_are_ignored() -> None:
 def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     talk(ScriptedChat(), "/help", CTRL_D)
     err = capsys.readouterr().err
-    for command in ("/help", "/clear", "/system", "/stats", "/exit", "Ctrl-D", "Ctrl-C"):
+    for command in ("/help", "/clear", "/system", "/params", "/stats", "/exit", "Ctrl-D", "Ctrl-C"):
         assert command in err
 
 
@@ -219,6 +219,23 @@ def test_top_logits_are_asked_for_in_a_chat_too() -> None:
     shown: list[Token] = []
     assert talk(load(endless(), provider="cpu"), "Hi", CTRL_D, show=shown.append, top_logits=3) == 0
     assert all(len(token.top_logits) == 3 for token in shown)
+
+
+def test_what_was_asked_for_holds_in_a_chat_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options that only a single prompt obeys."""
+    asked = {
+        "sampling": SamplingOptions(seed=1), "stop": ["END"], "min_new_tokens": 2, "logprobs": 1,
+        "ignore_eos": True, "top_logits": 3, "max_new_tokens": 9,
+    }  # fmt: skip
+    found: list[Any] = []
+
+    def note(prompt_ids: list[int], **options: Any) -> Iterator[Token]:
+        found.append(options)
+        yield Token(1, "a", FinishReason.EOS, 3, 0, 1.0, None, logprob=-0.5)
+
+    monkeypatch.setattr(chat := ScriptedChat(), "generate", note)
+    talk(chat, "Hi", CTRL_D, **asked)
+    assert found == [asked]
 
 
 def test_an_answer_interrupted_before_its_first_token_is_not_remembered(
