@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types parity runtimes quick-runtimes huge wheel smoke clean
+.PHONY: demo test lint types parity soak runtimes quick-runtimes huge wheel smoke clean
 
 demo: $(VENV)/installed
 	@$(BIN)/qwen-onnx export tiny $(VENV)/tiny-f32 --force >&2
@@ -16,6 +16,10 @@ test: $(VENV)/installed-test
 # Compares with transformers, and runs what takes minutes or gigabytes.
 parity: $(VENV)/installed-parity
 	$(BIN)/python -m pytest -q -n auto -m "transformers or slow"
+
+# Damaged files and commands, 22,000 of them, kill points and thousands of generations.
+soak: $(VENV)/installed-test
+	$(BIN)/python -m pytest -q -m "fuzz or soak"
 
 # Every runtime that the portable graph was tried in, each in an environment of its own (gigabytes); writes the table.
 runtimes quick-runtimes: export QWEN_ONNX_RUNTIMES ?= $(CURDIR)/$(VENV)/runtimes
@@ -42,8 +46,8 @@ types: $(VENV)/installed-lint
 
 # What a user gets: a plain install, used from elsewhere; and on it the tests of what a wheel or the newest ONNX
 # Runtime could change (its CPU wheel has no CUDA provider to run over stand-ins).
-OF_WHEEL := api cli cli_exports generate graph_parity greedy_graphs greedy_on_device growing_steps imports info kv_cache \
-	layouts portable_graphs quantised_exports runner speculate tiny triton_layout
+OF_WHEEL := api cli cli_exports generate growing_steps imports info kv_cache layouts portable_graphs quantised_exports \
+	runner sampled_chat speculate tiny
 wheel:
 	rm -rf build $(VENV)/user && $(PYTHON) -m venv $(VENV)/user
 	$(VENV)/user/bin/python -m pip install -q .
@@ -53,7 +57,7 @@ wheel:
 	cd $(VENV) && user/bin/python -c "import onnxruntime; print('ONNX Runtime', onnxruntime.__version__)"
 	cd $(VENV) && user/bin/python -m pytest -q -n auto -c ../pyproject.toml --rootdir .. \
 		$(OF_WHEEL:%=../tests/test_%.py) \
-		-m "not transformers and not slow and not huge and not runtimes and not gpu_wheel"
+		-m "not transformers and not slow and not huge and not runtimes and not fuzz and not soak and not gpu_wheel"
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.
 smoke: $(VENV)/installed

@@ -112,12 +112,15 @@ def _damaged_files(folder: Path, manifest: Manifest) -> list[str]:
     damaged = []
     for name, spec in manifest.files.items():
         path = folder / name
-        if not path.is_file():
-            damaged.append(f"files: {name} is missing")
-        elif (size := path.stat().st_size) != spec.size:
-            damaged.append(f"files: {name} has {size:,} bytes, {spec.size:,} were written")
-        elif hash_file(path).sha256 != spec.sha256:
-            damaged.append(f"files: {name} was changed, its sha256 differs")
+        try:
+            if not path.is_file():
+                damaged.append(f"files: {name} is missing")
+            elif (size := path.stat().st_size) != spec.size:
+                damaged.append(f"files: {name} has {size:,} bytes, {spec.size:,} were written")
+            elif hash_file(path).sha256 != spec.sha256:
+                damaged.append(f"files: {name} was changed, its sha256 differs")
+        except OSError as error:
+            damaged.append(f"files: {name} cannot be read ({error.strerror or error})")
     return damaged
 
 

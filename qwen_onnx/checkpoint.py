@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -35,10 +37,23 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     notes: tuple[str, ...] = ()
     """What was found odd but harmless, one line each."""
+    stamps: Mapping[Path, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Inode, size and time of the files that were read, from before the first of them was."""
 
     def read(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
         """The tensor `name` as a read-only memory map; KeyError when the checkpoint has none."""
         return self.tensors[name].numpy()
+
+    def verify_unchanged(self) -> None:
+        """Say whether a download or a training run wrote to the files since they were opened.
+
+        Raises:
+            UserError: naming the first of them that is another now.
+        """
+        now = _stamps(self.folder)
+        for path, stamp in self.stamps.items():
+            if now.get(path) != stamp:
+                raise UserError(f"{path}: was changed while it was read; try again when nothing writes to it")
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -51,11 +66,30 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise UserError(f"{folder}: not a folder; wanted a checkpoint (config.json and *.safetensors)")
     if (adapter := folder / "adapter_config.json").exists():
         raise UserError(f"{adapter} found: adapters are not supported; merge it into its base model first")
+    stamps = _stamps(folder)
     config = parse_config(read_json(folder / "config.json"))
     tensors, notes = _find_tensors(folder)
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     config, notes = _decide_head(config, kept, notes)
-    return Checkpoint(folder, config, kept, tuple(notes))
+    used = {
+        *(tensor.file for tensor in kept.values()),
+        *(folder / name for name in (*SIDE_FILES, INDEX_FILE)),
+    }
+    stamps = {path: stamp for path, stamp in stamps.items() if path in used}
+    return Checkpoint(folder, config, kept, tuple(notes), stamps)
+
+
+def _stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
+    found: dict[Path, tuple[int, ...]] = {}
+    try:
+        paths = list(folder.iterdir())
+    except OSError:  # whoever opens a file in it says so
+        return {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # a broken link, or gone already
+            status = path.stat()
+            found[path] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
 
 
 def _find_tensors(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:

@@ -190,6 +190,8 @@ class Manifest:
     """One of TARGETS."""
     layout: str = "plain"
     """One of LAYOUTS."""
+    samples: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Of each weights file, sha256 of pages spread over it: a runner compares them, as hashing all takes too long."""
 
     def graph(self, entry: str, provider: str) -> GraphSpec:
         """The graph that serves `entry` on `provider`.
@@ -245,9 +247,13 @@ def read_manifest(folder: Path) -> Manifest:
         UserError: not an export, of another format version, or malformed.
     """
     path = folder / MANIFEST_FILE
-    if not folder.is_dir():
+    try:
+        is_folder, is_export = folder.is_dir(), path.exists()
+    except OSError as error:  # a name too long, or a folder that may not be looked into
+        raise UserError(f"{folder}: {error.strerror or error}") from None
+    if not is_folder:
         raise UserError(f"{folder}: no such export folder; make one with `qwen-onnx export`")
-    if not path.exists():
+    if not is_export:
         raise UserError(
             f"{folder}: not an export, {MANIFEST_FILE} is missing; make one with `qwen-onnx export`"
         )

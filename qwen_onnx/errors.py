@@ -1,9 +1,33 @@
 """The errors a user is meant to read."""
 
+from __future__ import annotations
+
+import re
+
+_BREAK = re.compile(r"\s*[^\S ]\s*")  # white space that is not just spaces
+_LONGEST = 1500  # characters; a path may have a thousand
+
 
 class UserError(Exception):
-    """One line for the user: what was found, what was wanted, what to do. The CLI prints it and exits 1."""
+    """One line for the user: what was found, what was wanted, what to do. The CLI prints it and exits 1.
+
+    Whatever a file or a library put into it, it is one line that any terminal can show.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_printable(message))
 
 
 class NonFiniteLogitsError(UserError):
     """The model computed NaN or infinity: its numbers overflowed, and no token can be chosen from them."""
+
+
+def _printable(text: str) -> str:
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST - 300]} ... {text[-200:]}"
+    if text.isprintable():
+        return text
+    text = _BREAK.sub(" ", text)
+    # Escape sequences of terminals, halves of surrogate pairs, marks that turn the direction of writing.
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text[:_LONGEST]

@@ -49,6 +49,7 @@ from qwen_onnx.quantize import Scheme
 from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import Tokenizer
+from qwen_onnx.runners.verify import sample
 from qwen_onnx.staging import recover, refuse_output, staged_folder
 from qwen_onnx.weights import (
     OutputTensor,
@@ -147,6 +148,7 @@ def export_model(
                 graphs.result()
             writer.copy_side_files()
             layout_notes = writer.write_layout(text.eos_token_ids)
+            checkpoint.verify_unchanged()
             # Golden ids are those of the checkpoint's weights, not of what is left of them in a few bits.
             golden = None if blocks else golden and golden.within(positions)
             manifest = _manifest(source, writer, text.eos_token_ids, golden, target)
@@ -375,6 +377,9 @@ def _manifest(
         golden=golden,
         target=target,
         layout=writer.layout.name,
+        samples={
+            name: sample(writer.folder / name) for name in sorted(writer.files) if contract.is_weights(name)
+        },
     )
 
 

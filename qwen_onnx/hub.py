@@ -66,9 +66,25 @@ def resolve_model(model: str, *, revision: str | None = None) -> ModelSource:
     return source
 
 
+def as_path(model: str) -> Path:
+    """What a user named, as a path that can be looked for.
+
+    Raises:
+        UserError: no user of that name, a name too long, or a folder that may not be looked into.
+    """
+    try:
+        path = Path(model).expanduser()
+        (path / "config.json").exists()  # asked for what it raises
+    except OSError as error:
+        raise UserError(f"{model}: {error.strerror or error}") from None
+    except (RuntimeError, ValueError) as error:  # nobody's home; a null byte
+        raise UserError(f"{model!r}: cannot be a folder ({error})") from None
+    return path
+
+
 def _local_folder(model: str) -> Path | None:
     """The folder `model` names, or None when it can only be a Hub id."""
-    path = Path(model).expanduser()
+    path = as_path(model)
     if model and path.is_dir():
         return path
     if path.is_file():

@@ -200,9 +200,10 @@ def _open(options: RunOptions) -> Chat:
 
 def _export_folder(options: RunOptions) -> Path:
     """The export itself, or the one made of a model, once, in the user's cache."""
+    from qwen_onnx.hub import as_path
     from qwen_onnx.staging import recover
 
-    given = Path(options.model).expanduser()
+    given = as_path(options.model)
     if options.model and not (given / MANIFEST_FILE).exists():
         for note in recover(given):  # a killed `export --force` may have left it displaced
             print(f"note: {note}", file=sys.stderr)

@@ -113,7 +113,9 @@ def _template_in(config: Mapping[str, object], path: Path) -> tuple[str, Path] |
             return (source, path) if source.strip() else None
         case dict(named):
             pass
-        case list(entries) if all(isinstance(entry, dict) and "name" in entry for entry in entries):
+        case list(entries) if all(
+            isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries
+        ):
             named = {entry["name"]: entry.get("template") for entry in entries}
         case _:
             raise UserError(f"{path}: chat_template must be a string, or templates with names")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ ELEMENT_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}
 Grow = Callable[["onnxruntime.OrtValue", "onnxruntime.OrtValue"], None]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Buffers:
     """A cache's memory on the device, and what was bound to it: outlives the cache, for the next one of its batch."""
 
@@ -71,10 +72,7 @@ class KVCache:
         self.length = 0
         """Slots in use, padding included."""
         self._spec, self._count, self._device, self._idle, self._tight = spec, count, device, idle, tight
-        found = next((held for held in idle or () if held.batch_size == batch_size), None)
-        if found is not None and idle is not None:
-            idle.remove(found)
-        self._held = found or self._new_buffers()
+        self._held = _taken(idle or [], batch_size) or self._new_buffers()
         if idle is not None:
             weakref.finalize(self, _give_back, idle, self._held).atexit = False
         self._token_ids: NDArray[np.int64] = np.zeros((batch_size, self.capacity), np.int64)
@@ -186,10 +184,10 @@ class KVCache:
                 large = self._allocate(capacity)
                 grow(small, large)
                 held.values[index] = large
+            self._widen(capacity)
         except BaseException:  # buffers of two sizes serve no graph: begin again, as small as at first
             self._restart()
             raise
-        self._widen(capacity)
 
     def _bucket(self, wanted: int) -> int:
         capacity = self.capacity
@@ -234,6 +232,16 @@ class KVCache:
                 f"a KV cache of {capacity} tokens x {self.batch_size} does not fit ({first_line(error)}); "
                 "use a smaller --max-context"
             ) from None
+
+
+def _taken(idle: list[Buffers], batch_size: int) -> Buffers | None:
+    """Idle buffers for such a batch, no longer in the list."""
+    for held in list(idle):
+        if held.batch_size == batch_size:
+            with contextlib.suppress(ValueError):  # another thread was quicker
+                idle.remove(held)
+                return held
+    return None
 
 
 def _give_back(idle: list[Buffers], held: Buffers) -> None:

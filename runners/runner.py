@@ -17,6 +17,7 @@ from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.providers import choose_provider
 from qwen_onnx.runners.session import SessionOptions, import_onnxruntime
 from qwen_onnx.runners.steps import Scorer, open_graph
+from qwen_onnx.runners.verify import verify_texts
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class Runner:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk {prefill_chunk}: 1 or more wanted")
         self._prefill_chunk = min(prefill_chunk, self.context_length)
+        verify_texts(folder, self.manifest)
         self._opened = open_graph(
             folder,
             self.manifest,

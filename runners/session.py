@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from qwen_onnx.contract import MIN_ONNXRUNTIME, GraphSpec, Manifest, is_weights
+from qwen_onnx.contract import MIN_ONNXRUNTIME
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.cores import physical_cores
 
@@ -186,26 +186,6 @@ def provider_options(
     if gpu_mem_limit is not None:
         options["gpu_mem_limit"] = str(gpu_mem_limit)
     return options
-
-
-def verify_sizes(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:
-    """The graph and every weights file are there, at the size they were written with.
-
-    Raises:
-        UserError: naming the file, the size found and the size wanted.
-    """
-    for name, spec in manifest.files.items():
-        if name != graph.file and not is_weights(name):
-            continue
-        path = folder / name
-        if path.is_symlink() and not (folder / graph.file).is_symlink():
-            raise UserError(
-                f"{path}: a link out of the folder, which ONNX Runtime follows not; copy or hard-link it"
-            )
-        if not path.is_file():
-            raise UserError(f"{path}: missing; an export's files belong together, copy or export it again")
-        if (size := path.stat().st_size) != spec.size:
-            raise UserError(f"{path}: {size:,} bytes found, {spec.size:,} wanted; copy or export it again")
 
 
 def first_line(error: BaseException) -> str:

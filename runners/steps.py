@@ -22,8 +22,9 @@ from qwen_onnx.runners.growing_steps import GrowingCache, GrowingSteps
 from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.libraries import cuda_libraries
 from qwen_onnx.runners.phased_steps import LongSteps, PhasedSteps
-from qwen_onnx.runners.session import SessionOptions, open_session, verify_sizes
+from qwen_onnx.runners.session import SessionOptions, open_session
 from qwen_onnx.runners.sliced_steps import SlicedSteps
+from qwen_onnx.runners.verify import verify_graph
 
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "tensorrt": "cuda"}
 """Where a provider's OrtValues lie."""
@@ -132,7 +133,7 @@ def open_graph(
         )
     entry = "greedy" if options.greedy_on_device else "score" if options.speculate else "prefill"
     graph = manifest.graph(entry, provider)
-    verify_sizes(folder, manifest, graph)
+    verify_graph(folder, manifest, graph)
     names, vocab_size = CacheNames.of(manifest.num_hidden_layers), manifest.vocab_size
     device = DEVICES[provider]
     one_thread = dataclasses.replace(options, threads=1)
@@ -145,7 +146,7 @@ def open_graph(
             session, engine = open_session(folder / graph.file, provider, options), None
         # One node: not worth an engine.
         shrink_graph = manifest.graph("shrink", provider)
-        verify_sizes(folder, manifest, shrink_graph)
+        verify_graph(folder, manifest, shrink_graph)
         shrink = open_session(folder / shrink_graph.file, device, one_thread)
         growing = GrowingSteps(session, shrink, names, device=device, vocab_size=vocab_size)
         return Opened(graph, growing, engine, None, device)
@@ -164,11 +165,11 @@ def open_graph(
     with concurrent.futures.ThreadPoolExecutor(1) as beside:
         of_decode = None
         if decode is not None:
-            verify_sizes(folder, manifest, decode)
+            verify_graph(folder, manifest, decode)
             of_decode = beside.submit(open_session, folder / decode.file, provider, options, in_place=True)
         session = open_session(folder / graph.file, provider, options, in_place=in_place, capture=capture)
     grow_graph = manifest.graph("grow", provider)
-    verify_sizes(folder, manifest, grow_graph)
+    verify_graph(folder, manifest, grow_graph)
     grow = open_session(folder / grow_graph.file, provider, one_thread)
     feeds: dict[str, Feeds] = {
         "static-capture": CaptureFeeds(),
@@ -197,12 +198,10 @@ def open_graph(
         if grouped is not None and not short.chooses:
 
             def open_long() -> FixedSteps | None:
-                weights = sum(
-                    spec.size for name, spec in manifest.files.items() if is_weights(name)
-                )
+                weights = sum(spec.size for name, spec in manifest.files.items() if is_weights(name))
                 if free_memory() < 2 * weights:
                     return None
-                verify_sizes(folder, manifest, grouped)
+                verify_graph(folder, manifest, grouped)
                 return fixed_steps(open_session(folder / grouped.file, provider, options), grouped)
 
             steps = LongSteps(short, open_long)

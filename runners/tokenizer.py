@@ -61,7 +61,9 @@ class Tokenizer:
     @cached_property
     def holes(self) -> NDArray[np.int64]:
         """The ids below `size` that name no token, ascending: never to be sampled."""
-        return np.setdiff1d(np.arange(self.size, dtype=np.int64), self._named)
+        nameless = np.ones(self.size, np.bool_)  # sorting would take seconds for a stray id of millions
+        nameless[self._named] = False
+        return np.flatnonzero(nameless).astype(np.int64)
 
     @property
     def backend(self) -> tokenizers.Tokenizer:

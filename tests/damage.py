@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qwen_onnx.contract import Manifest, read_manifest, write_manifest
+from qwen_onnx.contract import Manifest, is_weights, read_manifest, write_manifest
 from qwen_onnx.exporter import hash_file
+from qwen_onnx.runners.verify import sample
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, read_header
 
 WEIGHTS = "weights.safetensors"
@@ -38,7 +39,12 @@ def edit_graph(path: Path, edit: Callable[[onnx.GraphProto], Any]) -> None:
 
 def forge(folder: Path) -> None:
     """Write sizes and hashes of the files as they are now into the manifest."""
-    change_manifest(folder, files={name: hash_file(folder / name) for name in read_manifest(folder).files})
+    files = read_manifest(folder).files
+    change_manifest(
+        folder,
+        files={name: hash_file(folder / name) for name in files},
+        samples={name: sample(folder / name) for name in files if is_weights(name)},
+    )
 
 
 def change_manifest(folder: Path, **fields: Any) -> Manifest:

@@ -107,7 +107,7 @@ def test_a_model_without_a_chat_template_names_raw(tmp_path: Path) -> None:
         ),
         (lambda folder: (folder / "export.json").write_text("{"), ["export.json", "not valid JSON"]),
         (lambda folder: (folder / "export.json").write_text("{}"), ["export.json", "format_version None"]),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), ["tokenizer.json", "not a tokenizer"]),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), ["tokenizer.json", "2 bytes found"]),
     ],
 )
 def test_a_damaged_export_names_the_file(
@@ -163,3 +163,12 @@ def test_an_unknown_dtype_is_refused_before_anything_is_made(tmp_path: Path) -> 
         "f32, f16, bf16, int8, int4" in command("export", "tiny", tmp_path / "out", "--dtype", "int2").error
     )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("model", ["~no-such-user-here", "x" * 300, "a\0b"])
+@pytest.mark.parametrize("verb", ["run", "export"])
+def test_names_that_no_folder_can_have(verb: str, model: str) -> None:
+    """Fault: a traceback of expanduser; "error: stdout: File name too long"."""
+    line = command(verb, model).error
+    assert "stdout" not in line
+    assert "traceback" not in line.lower()

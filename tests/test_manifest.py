@@ -68,7 +68,7 @@ def test_other_format_version(manifest: Manifest, refuse: Callable[..., str], ve
 
 def test_each_missing_key(manifest: Manifest, refuse: Callable[..., str]) -> None:
     """Fault: KeyError, or a default that is not this model's."""
-    for key in raw(manifest).keys() - {"golden", "target", "layout"}:
+    for key in raw(manifest).keys() - {"golden", "target", "layout", "samples"}:
         refuse({name: value for name, value in raw(manifest).items() if name != key})
     for place in ("graphs", "inputs", "outputs"):
         for key in first(raw(manifest), place):
@@ -89,7 +89,11 @@ def test_each_key_of_another_type(manifest: Manifest, refuse: Callable[..., str]
         optional = key in ("revision", "golden")
         for wrong in (None, True, 7, 1.5, "x", [None], {"a": None}, ["x"], {"a": "x", "b": 1}):
             is_right = type(wrong) is type(right) and not isinstance(wrong, list | dict)
-            if not (is_right or (optional and wrong is None) or (key == "packages" and wrong == {"a": "x"})):
+            if not (
+                is_right
+                or (optional and wrong is None)
+                or (key in ("packages", "samples") and wrong == {"a": "x"})
+            ):
                 refuse({**raw(manifest), key: wrong})
 
 

@@ -1,0 +1,75 @@
+"""Damaged and hostile files, templates, ids and options: each is right, or one line and exit 1.
+
+The same cases each time, by number; a number that fails goes into corpus.json. The long run: `pytest -m fuzz`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from fuzzing import Case, Result, choose_cases, corpus, make_base, run_cases, summary
+from targets import TARGETS
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits of memory are another thing there")
+
+SHORT, LONG = 2_000, 22_000
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("fuzz"))
+
+
+def verify(cases: list[Case], results: list[Result]) -> None:
+    print(summary(results))
+    faults = [result for result in results if result.outcome == "fault"]
+    assert not faults, f"{len(faults)} faults:\n" + "\n".join(map(str, faults[:10]))
+    assert sorted((result.target, result.number) for result in results) == sorted(cases)
+    for target in TARGETS:
+        outcomes = {result.outcome for result in results if result.target == target}
+        wanted = {"refused"} if target == "graph" else {"right", "refused"}  # no other graph may run
+        assert outcomes == wanted, f"{target}: {outcomes} only, so its cases say little"
+
+
+def test_a_short_run(base: Path) -> None:
+    """A traceback, a hang, a crash of the process, or a file written elsewhere, on input that nobody tried."""
+    cases = choose_cases(SHORT)
+    assert len(cases) >= SHORT
+    verify(cases, run_cases(cases, base))
+
+
+@pytest.mark.fuzz
+def test_a_long_run(base: Path) -> None:
+    """The same, ten times as much; QWEN_ONNX_FUZZ_FIRST is the number to begin at."""
+    cases = choose_cases(LONG, int(os.environ.get("QWEN_ONNX_FUZZ_FIRST", "0")))
+    assert len(cases) - len(corpus()) >= LONG
+    verify(cases, run_cases(cases, base, processes=os.cpu_count() or 1))
+
+
+def test_a_case_is_the_same_each_time(base: Path) -> None:
+    """A number in the corpus that stands for another case today."""
+    cases = [(target, number) for target in TARGETS for number in (3, 4)]
+    first, second = ([result.outcome for result in run_cases(order, base)] for order in (cases, cases[::-1]))
+    assert first == second[::-1]
+
+
+def test_what_is_a_fault_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fuzzer that finds nothing because it cannot, or that ends with the first process that dies."""
+    monkeypatch.setenv("QWEN_ONNX_FUZZ_SECONDS", "1")
+    said = (
+        "ended with -11",
+        "Timeout",
+        "written outside",
+        "ValueError: x",
+        "not one printable line",
+        "MemoryError",
+    )
+    results = run_cases([*(("faulty", number) for number in range(len(said))), ("config", 0)], base)
+    *faults, last = results
+    assert [fault.outcome for fault in faults] == ["fault"] * len(said)
+    for words, fault in zip(said, faults, strict=True):
+        assert words in fault.detail
+    assert last.outcome in ("right", "refused")
