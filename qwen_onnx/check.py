@@ -63,9 +63,9 @@ def check_export(
     Raises:
         UserError: not an export at all, or the provider does not start, or the runtime is not known.
     """
-    if runtime is not None:
-        verify_runtime(runtime)
     manifest = read_manifest(folder)
+    if runtime is not None:
+        verify_runtime(runtime, manifest)
     provider = choose_provider(provider, manifest)
     damaged = _damaged_files(folder, manifest)
     yield Finding(not damaged, f"files: {len(manifest.files)} as written" if not damaged else damaged[0])

@@ -40,10 +40,14 @@ RUNTIMES = {
 """Names for `check --runtime`, and the modules they are imported as."""
 
 
-def verify_runtime(name: str) -> None:
-    """Raise UserError where there is no such runtime to check with, or it is not installed."""
+def verify_runtime(name: str, manifest: Manifest) -> None:
+    """Raise UserError where there is no such runtime to check with, or it is not installed, or has no graph here."""
     if name not in RUNTIMES:
         raise UserError(f"--runtime {name!r} is not known; choose one of {', '.join(RUNTIMES)}")
+    if manifest.target != "portable":
+        raise UserError(
+            f"--runtime {name}: is for portable exports, made with --target portable; this is none"
+        )
     try:
         importlib.import_module(RUNTIMES[name])
     except ImportError as error:
@@ -61,10 +65,8 @@ def check_runtime(chat: Chat, manifest: Manifest, name: str) -> Finding:
     if golden is None:
         return Finding(True, f"{name}: no golden ids to compare with, the context is too short")
     graph = next((graph for graph in manifest.graphs if graph.lowering == "portable"), None)
-    if manifest.target != "portable" or graph is None:
-        raise UserError(
-            f"{name}: this export is for ONNX Runtime by our runner; export with --target portable"
-        )
+    if graph is None:
+        raise UserError(f"{name}: the export has no portable graph")
     module = importlib.import_module(RUNTIMES[name])
     try:
         greedy = _open(name, chat.runner.folder, manifest, graph)

@@ -60,7 +60,9 @@ def main() -> None:
 @app.command()
 def export(
     model: Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or `tiny`.")] = "",
-    out: Annotated[Path | None, typer.Argument(help="Default ./NAME-DTYPE.")] = None,
+    out: Annotated[
+        Path | None, typer.Argument(help="Default ./NAME-DTYPE, then -portable or -LAYOUT.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="f32, f16, bf16, int8 or int4.")] = "f32",
     block_size: Annotated[
         int | None, typer.Option(help="Weights that share a scale; default 128 in int8, 64 in int4.")
@@ -76,7 +78,7 @@ def export(
         str, typer.Option(help="plain, onnxruntime-genai, transformers.js, optimum or triton.")
     ] = "plain",
     split: Annotated[
-        bool, typer.Option("--split", help="Portable: prefill.onnx and decode.onnx too.")
+        bool, typer.Option("--split", help="Portable: model.onnx as prefill.onnx too, and decode.onnx.")
     ] = False,
     revision: Revision = None,
     max_context: Annotated[int | None, typer.Option(help="Positions; default the model's own.")] = None,

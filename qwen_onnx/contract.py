@@ -253,6 +253,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder}: {error.strerror or error}") from None
     if not is_folder:
         raise UserError(f"{folder}: no such export folder; make one with `qwen-onnx export`")
+    if not is_export and (found := next(folder.glob(f"**/1/export/{MANIFEST_FILE}"), None)):
+        raise UserError(f"{folder}: not an export itself; the one for Triton in it is {found.parent}")
     if not is_export:
         raise UserError(
             f"{folder}: not an export, {MANIFEST_FILE} is missing; make one with `qwen-onnx export`"

@@ -122,6 +122,9 @@ def export_model(
         raise UserError("--split is for --target portable: others have a decode graph already")
     source = resolve_model(model, revision=revision) if isinstance(model, str) else model
     out = out or Path(_default_name(source.name, dtype, target, layout))
+    if arranged.is_repository:  # of several models, of which this is one
+        arranged.verify_name(source.name)
+        out = out / source.name
     recovered = recover(out)
     refuse_output(out, force=force, keep=source.folder)
     try:
@@ -130,8 +133,7 @@ def export_model(
         text = _read_text_side(source.folder, checkpoint.config)
         golden = _read_golden(source.folder / _GOLDEN_FILE)
         with staged_folder(out, force=force, keep=source.folder) as staged:
-            inside = arranged.inside.format(name=source.name)
-            folder = staged / inside
+            folder = staged / arranged.inside
             arranged.write_around(staged, source.name)
             if target == "portable":
                 plans = portable_plans(dtype, arranged, split=split)
@@ -156,7 +158,7 @@ def export_model(
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
     notes = (*recovered, *checkpoint.notes, *text.notes, *layout_notes)
-    return ExportSummary(out / inside, manifest, notes, time.perf_counter() - started, peak_memory())
+    return ExportSummary(out / arranged.inside, manifest, notes, time.perf_counter() - started, peak_memory())
 
 
 _Parts = dict[str, list[OutputTensor]]
@@ -324,7 +326,9 @@ def _positions(config: QwenConfig, max_context: int | None) -> int:
     if max_context is None:
         return config.context_length
     if not 0 < max_context <= config.context_length:
-        raise UserError(f"--max-context {max_context}: the model has {config.context_length} positions")
+        raise UserError(
+            f"--max-context {max_context}: 1 to {config.context_length} wanted, the model's positions"
+        )
     return max_context
 
 

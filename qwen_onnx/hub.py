@@ -51,10 +51,7 @@ def resolve_model(model: str, *, revision: str | None = None) -> ModelSource:
     if model == BUNDLED_MODEL:
         source = ModelSource(Path(__file__).parent / "tiny", BUNDLED_MODEL, BUNDLED_MODEL, None)
     else:
-        try:
-            local = _local_folder(model)
-        except (OSError, RuntimeError) as error:  # RuntimeError: ~name of no known user
-            raise UserError(f"{model}: cannot be opened ({getattr(error, 'strerror', error)})") from None
+        local = _local_folder(model)
         if local is None:
             return _download(model, revision)
         name = local.resolve().name or "model"
@@ -75,10 +72,8 @@ def as_path(model: str) -> Path:
     try:
         path = Path(model).expanduser()
         (path / "config.json").exists()  # asked for what it raises
-    except OSError as error:
-        raise UserError(f"{model}: {error.strerror or error}") from None
-    except (RuntimeError, ValueError) as error:  # nobody's home; a null byte
-        raise UserError(f"{model!r}: cannot be a folder ({error})") from None
+    except (OSError, RuntimeError, ValueError) as error:  # nobody's home; a null byte
+        raise UserError(f"{model}: cannot be opened ({getattr(error, 'strerror', error)})") from None
     return path
 
 

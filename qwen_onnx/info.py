@@ -20,6 +20,7 @@ def describe(folder: Path) -> str:
     """
     manifest = read_manifest(folder)
     golden = len(manifest.golden.token_ids) if manifest.golden else "none yet; `qwen-onnx check` records them"
+    portable = manifest.target == "portable"
     lines = [
         f"model      {manifest.model_id}" + (f" at {manifest.revision}" if manifest.revision else ""),
         f"kind       {manifest.architecture}, {manifest.num_hidden_layers} layers, "
@@ -30,7 +31,8 @@ def describe(folder: Path) -> str:
         *_describe_blocks(manifest),
         f"context    {manifest.context_length} tokens",
         f"end tokens {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
-        f"needs      ONNX Runtime {manifest.min_onnxruntime} or newer",
+        f"needs      ONNX Runtime {manifest.min_onnxruntime} or newer"
+        + (" in our runner" if portable else ""),
         f"made with  {', '.join(f'{name} {version}' for name, version in manifest.packages.items())}",
         f"golden ids {golden}",
         "",

@@ -17,8 +17,10 @@ CONTRIB = (*_ORT, "nxrt")
 
 def loads_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
     """Of RUNTIMES, those that load this graph of an export."""
-    if graph.lowering == "portable":
+    if graph.lowering == "portable" and manifest.target == "portable" and graph.entry != "shrink":
         return RUNTIMES
+    if graph.lowering == "portable":
+        return tuple(name for name in RUNTIMES if name not in _FEEDERS)
     if "com.microsoft" not in graph.opsets:
         return STATIC
     # It has MatMulNBits, GatherBlockQuantized and GroupQueryAttention for f32, and neither FusedMatMul nor
@@ -35,6 +37,8 @@ def describe_runtimes(manifest: Manifest, graph: GraphSpec) -> list[str]:
     lines = [f"loads in {', '.join(known)}"]
     if refused := [name for name in RUNTIMES if name not in known]:
         lines.append(f"not in {', '.join(refused)}")
+    if {*_FEEDERS} <= {*known}:
+        lines.append(f"{', '.join(_FEEDERS)} each want it in their own layout")
     if graph.lowering == "contrib" and "OpenVINO" in known:
         lines.append("OpenVINO is wrong without an error where a batch has more than one row")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -69,5 +70,7 @@ def summary_table(summary: ExportSummary) -> str:
         lines.append(f"  {spec.size:>15,}  {name:<24} {role}".rstrip())
     lines.append(f"  {sum(spec.size for spec in manifest.files.values()):>15,}  bytes in all")
     memory = "" if summary.peak_memory is None else f", peak memory {summary.peak_memory / 1e6:.0f} MB"
-    lines.append(f"made in {summary.seconds:.1f} s{memory}; try: qwen-onnx run {summary.folder}")
+    lines.append(
+        f"made in {summary.seconds:.1f} s{memory}; try: qwen-onnx run {shlex.quote(str(summary.folder))}"
+    )
     return "\n".join(lines)

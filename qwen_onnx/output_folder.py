@@ -52,8 +52,8 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
 
 
 def holds_export(folder: Path) -> bool:
-    """Whether this is an export, or a model repository of one."""
-    return (folder / MANIFEST_FILE).is_file() or any(folder.glob(f"*/1/export/{MANIFEST_FILE}"))
+    """Whether this is an export, or a model of Triton's with one inside."""
+    return any((folder / inside / MANIFEST_FILE).is_file() for inside in ("", "1/export"))
 
 
 def resolved(out: Path) -> Path:

@@ -207,9 +207,11 @@ def test_batches_of_optimum_are_padded_on_the_left(tmp_path: Path) -> None:
     assert read(summary.folder / "tokenizer_config.json")["padding_side"] == "left"
 
 
-def test_triton_repository_is_replaced_and_refused_as_an_export_is(model: Path, tmp_path: Path) -> None:
-    """Fault: `--force` that does not know its own folder, or takes any other for one."""
+def test_triton_repository_holds_several_models(model: Path, tmp_path: Path) -> None:
+    """Fault: `--force` that removes the other models of the repository, or takes any folder for its own."""
     out = tmp_path / "repository"
+    (out / "other").mkdir(parents=True)
+    (out / "other" / "config.pbtxt").write_text('name: "other"\n', encoding="utf-8")
     summary = export(model, out, layout="triton")
     assert summary.folder == out / "Model" / "1" / "export"
     assert {path.name for path in (out / "Model").rglob("*") if path.suffix in (".pbtxt", ".py")} == {
@@ -217,9 +219,45 @@ def test_triton_repository_is_replaced_and_refused_as_an_export_is(model: Path, 
     }  # fmt: skip
     refused(export, model, out, layout="triton", mentions=("--force",))
     assert export(model, out, layout="triton", dtype="int8", force=True).manifest.dtype == "int8"
+    assert (out / "other" / "config.pbtxt").exists()
+    refused(read_manifest, out, mentions=(str(summary.folder),))
     odd = shutil.copytree(model, tmp_path / "a model")
-    refused(export, odd, tmp_path / "other", layout="triton", mentions=("a model",))
-    assert not (tmp_path / "other").exists()
+    refused(export, odd, tmp_path / "new", layout="triton", mentions=("a model", "rename"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_genai_does_not_take_is_left_out_and_told(tmp_path: Path) -> None:
+    """Fault: a folder that onnxruntime-genai refuses to load, or that never ends."""
+    write_checkpoint(tmp_path / "Model", QWEN2)
+    odd = {
+        "early_stopping": "never", "temperature": "hot", "top_p": 2, "min_length": 3000, "do_sample": 1,
+        "bos_token_id": [1, 2], "eos_token_id": [5, 999_999], "top_k": 7,
+    }  # fmt: skip
+    (tmp_path / "Model" / "generation_config.json").write_text(json.dumps(odd), encoding="utf-8")
+    summary = export(tmp_path / "Model", tmp_path / "out", layout="onnxruntime-genai")
+    found = read(summary.folder / "genai_config.json")
+    wanted = {
+        "early_stopping": True,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "min_length": 0,
+        "do_sample": False,
+        "top_k": 7,
+    }
+    assert {name: found["search"][name] for name in wanted} == wanted
+    assert found["model"]["eos_token_id"] == [5]
+    text = " ".join(summary.notes)
+    for name in (
+        "early_stopping",
+        "temperature",
+        "top_p",
+        "min_length",
+        "do_sample",
+        "bos_token_id",
+        "999999",
+    ):
+        assert name in text, f"{name} is not told"
+    assert "top_k" not in text
 
 
 @pytest.mark.parametrize(
@@ -249,7 +287,7 @@ def test_info_says_who_takes_the_file(model: Path, tmp_path: Path) -> None:
     export(model, portable, layout="onnxruntime-genai")
     text = command("info", str(portable)).out
     assert "target     portable, laid out for onnxruntime-genai" in text
-    model_part = text[text.index("model.onnx: ") :]
+    model_part = text[text.index("model.onnx: ") : text.index("shrink.onnx: ")]
     assert "OpenVINO" in model_part
     assert "  not in " not in model_part
     graph = command("info", str(whole)).out
@@ -264,8 +302,7 @@ def test_check_runs_the_golden_ids_in_another_runtime(model: Path, tmp_path: Pat
     assert "32 of 32 equal on onnxruntime" in done.err
     export("tiny", tmp_path / "whole")
     done = command("check", str(tmp_path / "whole"), "--runtime", "onnxruntime", "--provider", "cpu")
-    assert done.code == 1
-    assert "--target portable" in done.out
+    assert "--target portable" in done.error
     assert "choose one of onnxruntime" in command("check", str(tmp_path / "out"), "--runtime", "x").err
 
 

@@ -33,7 +33,9 @@ async function generate(folder, prompt, maxNewTokens) {
   const made = [];
   let held = 0;
   let step = tokenizer.encode(prompt, { add_special_tokens: false }).ids;
-  while (made.length < maxNewTokens) {
+  const most = manifest.context_length;
+  if (!step.length || step.length > most) throw `1 to ${most} tokens of prompt wanted, found ${step.length}`;
+  while (made.length < maxNewTokens && held + step.length <= most) {
     const length = held + step.length;
     const outputs = await session.run({
       input_ids: integers(step),
@@ -55,4 +57,8 @@ async function generate(folder, prompt, maxNewTokens) {
 }
 
 const [folder, prompt, maxNewTokens] = process.argv.slice(2);
+if (!maxNewTokens) {
+  console.error("node loop.mjs FOLDER PROMPT MAX_NEW_TOKENS");
+  process.exit(2);
+}
 console.log(JSON.stringify(await generate(folder, prompt, Number(maxNewTokens))));

@@ -28,9 +28,14 @@ def generate(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
     }
     presents = [name.replace("past_key_values", "present") for name in past]
 
+    # The embedding may have more rows than there are tokens: ids from here on name none.
+    named = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
     held, made = 0, []
     step = tokenizer.encode(prompt, add_special_tokens=False).ids
-    while len(made) < max_new_tokens:
+    if not 0 < len(step) <= manifest["context_length"]:
+        sys.exit(f"1 to {manifest['context_length']} tokens of prompt wanted, found {len(step)}")
+    while len(made) < max_new_tokens and held + len(step) <= manifest["context_length"]:
         length = held + len(step)
         feeds = {
             "input_ids": np.array([step], np.int64),
@@ -39,8 +44,7 @@ def generate(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
         }
         logits, *longer = session.run(["logits", *presents], feeds | past)
         past, held = dict(zip(past, longer, strict=True)), length
-        # The embedding may have more rows than there are tokens.
-        step = [int(logits[0, -1, : tokenizer.get_vocab_size()].argmax())]
+        step = [int(logits[0, -1, :named].argmax())]
         made += step
         if step[0] in manifest["eos_token_ids"]:
             break
@@ -48,4 +52,6 @@ def generate(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     print(json.dumps(generate(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))

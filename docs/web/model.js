@@ -29,10 +29,14 @@ const actions = {
     for (const { id } of vocabulary.added_tokens) named = Math.max(named, id + 1);
 
     const graph = await bytes(folder, "model.onnx");
-    const weights = await bytes(folder, "weights.safetensors", (share) => postMessage({ share }));
+    // One file, unless the export links to those of the checkpoint.
+    const externalData = [];
+    for (const path of Object.keys(manifest.files).filter((name) => name.endsWith(".safetensors"))) {
+      externalData.push({ path, data: await bytes(folder, path, (share) => postMessage({ share })) });
+    }
     session = await ort.InferenceSession.create(graph, {
       executionProviders: [device],
-      externalData: [{ path: "weights.safetensors", data: weights }],
+      externalData,
       // On a GPU the cache stays there, and only logits come back.
       preferredOutputLocation: device === "webgpu" ? cacheOn("gpu-buffer") : undefined,
     });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from qwen_onnx.contract import ATTENTION_MASK, INPUT_IDS, LOGITS, POSITION_IDS, read_json
@@ -24,6 +25,7 @@ _SEARCH: dict[str, Any] = {
     "top_k": 50,
     "top_p": 1.0,
 }
+_BOUNDS = {"top_p": (0.0, 1.0), "num_beams": (1, 64), "num_return_sequences": (1, 64)}
 # Not of the search: ids and versions, which stand elsewhere.
 _ELSEWHERE = {
     "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "max_length",
@@ -43,14 +45,18 @@ def write_genai_config(exported: Exported) -> Written:
         found = generation.get(name, raw.get(name))
         return found if isinstance(found, int) else None
 
-    eos = list(exported.eos_token_ids)
+    eos = [token_id for token_id in exported.eos_token_ids if token_id < config.vocab_size]
     pad = token("pad_token_id")
     said = {name: value for name, value in generation.items() if value is not None}
+    odd = sorted(name for name, value in said.items() if name in _SEARCH and not _fits(name, value))
+    odd += [name for name in ("bos_token_id", "pad_token_id") if name in said and token(name) is None]
     most = said.get("max_length")
     longest = exported.context_length
     if isinstance(most, int) and 0 < most < longest:
         longest = most
-    search = _SEARCH | {name: value for name, value in said.items() if name in _SEARCH}
+    if isinstance(said.get("min_length"), int) and said["min_length"] > longest:
+        odd.append("min_length")  # it would never end
+    search = _SEARCH | {name: value for name, value in said.items() if name in _SEARCH and name not in odd}
     model: dict[str, Any] = {
         "bos_token_id": token("bos_token_id"),
         "context_length": exported.context_length,
@@ -91,4 +97,21 @@ def write_genai_config(exported: Exported) -> Written:
     )
     unknown = sorted(said.keys() - _SEARCH.keys() - _ELSEWHERE)
     notes = [f"{GENAI_CONFIG}: onnxruntime-genai has no {name}; pass it by hand" for name in unknown]
+    notes += [
+        f"{GENAI_CONFIG}: onnxruntime-genai takes no {name} of {said[name]!r}; left at its default"
+        for name in odd
+    ]
+    if beyond := [token_id for token_id in exported.eos_token_ids if token_id >= config.vocab_size]:
+        notes.append(f"{GENAI_CONFIG}: end tokens {beyond} are outside the vocabulary, and left out")
     return [GENAI_CONFIG], notes
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether it reads the value, and accepts it."""
+    default = _SEARCH[name]
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if not isinstance(value, int if isinstance(default, int) else (int, float)):
+        return False
+    low, high = _BOUNDS.get(name, (0.0, math.inf))
+    return math.isfinite(value) and low <= value <= high

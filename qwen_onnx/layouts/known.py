@@ -9,7 +9,7 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.layouts.genai import write_genai_config
 from qwen_onnx.layouts.layout import Exported, Layout, Written, pad_left
 from qwen_onnx.layouts.transformers_js import BROWSER_LIMIT, write_transformers_js_config
-from qwen_onnx.layouts.triton import EXPORT_FOLDER, write_triton
+from qwen_onnx.layouts.triton import EXPORT_FOLDER, verify_name, write_triton
 
 PORTABLE_DTYPES = ("f32", "f16")
 
@@ -42,8 +42,8 @@ def _padded_left(exported: Exported) -> Written:
     return pad_left(exported.folder), []
 
 
-def _triton_repository(out: Path, name: str) -> None:
-    write_triton(out / name, name=name)
+def _around_triton_model(folder: Path, name: str) -> None:
+    write_triton(folder, name=name)
 
 
 def _layouts() -> tuple[Layout, ...]:
@@ -62,7 +62,9 @@ def _layouts() -> tuple[Layout, ...]:
             "triton",
             ("onnxruntime", "portable"),
             _nothing,
-            inside=f"{{name}}/{EXPORT_FOLDER.as_posix()}",
-            write_around=_triton_repository,
+            is_repository=True,
+            inside=EXPORT_FOLDER.as_posix(),
+            verify_name=verify_name,
+            write_around=_around_triton_model,
         ),
     )

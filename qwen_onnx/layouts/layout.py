@@ -48,10 +48,14 @@ class Layout:
     """Of graphs and weights, ends in a slash."""
     largest_file: int | None = None
     """Bytes of a weights file, as far as one tensor does not need more."""
+    is_repository: bool = False
+    """OUT holds models, each in a folder of its name."""
     inside: str = ""
-    """Of OUT, the folder that is the export; `{name}` is the model's."""
-    write_around: Callable[[Path, str], None] = lambda out, name: None
-    """What else OUT holds then; called with OUT and the model's name."""
+    """Of the model's folder, the one that is the export."""
+    verify_name: Callable[[str], None] = lambda name: None
+    """Raise UserError for a model's name that the reader could not take."""
+    write_around: Callable[[Path, str], None] = lambda folder, name: None
+    """What else the model's folder holds; called with it and the model's name."""
 
     def graph_file(self, stem: str, dtype: str) -> str:
         """The name of a graph, `model` or another."""

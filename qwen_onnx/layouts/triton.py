@@ -59,7 +59,8 @@ def verify_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"{name!r} is no name for a model on Triton: letters, digits, '.', '_' and '-' wanted, at most 200"
+            f"{name!r} is no name for a model on Triton: letters, digits, '.', '_' and '-' wanted, at most 200; "
+            "rename its folder"
         )
 
 
