@@ -25,7 +25,7 @@ from qwen_onnx.contract import (
     read_manifest,
 )
 from qwen_onnx.errors import UserError
-from qwen_onnx.exporter import hash_file
+from qwen_onnx.export_writer import hash_file
 from qwen_onnx.golden import Finding, check_golden
 from qwen_onnx.graph_plan import GraphPlan, graph_plans, portable_plans, quantised_plans
 from qwen_onnx.graphs.build import verify

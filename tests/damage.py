@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from qwen_onnx.contract import Manifest, is_weights, read_manifest, write_manifest
-from qwen_onnx.exporter import hash_file
+from qwen_onnx.export_writer import hash_file
 from qwen_onnx.runners.verify import sample
 from qwen_onnx.safetensors_file import FLOAT_DTYPES, read_header
 

@@ -18,7 +18,8 @@ from refusals import refused
 from text_fixtures import write_folder
 
 from qwen_onnx.contract import read_manifest
-from qwen_onnx.exporter import export_model, hash_file
+from qwen_onnx.export_writer import hash_file
+from qwen_onnx.exporter import export_model
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32", reason="users, limits and mounts are another thing there"

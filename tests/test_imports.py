@@ -103,7 +103,7 @@ assert len(tokens) == 2
     loaded = loaded_after(code, tmp_path / "out")
     assert "onnxruntime" in loaded
     assert not loaded & {"onnx", "onnx_ir", "onnxscript", "torch", "transformers", "huggingface_hub"}
-    assert not {name for name in loaded if name.startswith(("qwen_onnx.graphs", "qwen_onnx.exporter"))}
+    assert not {name for name in loaded if name.startswith(("qwen_onnx.graphs", "qwen_onnx.export"))}
 
 
 def test_the_oracle_shares_nothing_with_the_graphs() -> None:

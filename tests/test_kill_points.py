@@ -17,7 +17,8 @@ from checkpoints import QWEN2, write_checkpoint
 from text_fixtures import write_folder
 
 from qwen_onnx.contract import read_manifest
-from qwen_onnx.exporter import export_model, hash_file
+from qwen_onnx.export_writer import hash_file
+from qwen_onnx.exporter import export_model
 from qwen_onnx.staging import recover
 
 pytestmark = [
