@@ -235,9 +235,9 @@ def test_two_exports_to_one_folder(model: Path, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     export_model(str(model), out, dtype="bf16")
     # The first one says when it writes; then the second begins.
-    program = "import sys, qwen_onnx.exporter as e\nreal = e._Writer.write_weights\n" \
+    program = "import sys, qwen_onnx.exporter as e\nreal = e.Writer.write_weights\n" \
         "def slow(*a):\n    print('writing', file=sys.stderr, flush=True); sys.stdin.readline(); return real(*a)\n" \
-        "e._Writer.write_weights = slow"  # fmt: skip
+        "e.Writer.write_weights = slow"  # fmt: skip
     with child("export", model, out, "--force", program=program, stdin=subprocess.PIPE) as first:
         assert first.stderr is not None
         assert first.stderr.readline() == b"writing\n"
