@@ -253,7 +253,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder}: {error.strerror or error}") from None
     if not is_folder:
         raise UserError(f"{folder}: no such export folder; make one with `qwen-onnx export`")
-    if not is_export and (found := next(folder.glob(f"**/1/export/{MANIFEST_FILE}"), None)):
+    # Of a Triton repository, or of a model in it; no deeper, for this may be anybody's home folder.
+    inside = (next(folder.glob(f"{at}1/export/{MANIFEST_FILE}"), None) for at in ("", "*/"))
+    if not is_export and (found := next(filter(None, inside), None)):
         raise UserError(f"{folder}: not an export itself; the one for Triton in it is {found.parent}")
     if not is_export:
         raise UserError(

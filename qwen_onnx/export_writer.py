@@ -120,7 +120,7 @@ class Writer:
         total = sum(tensor.nbytes for part in parts.values() for tensor in part)
         free = shutil.disk_usage(self.folder).free
         if total > free:
-            raise UserError(f"{self.folder.parent}: {free:,} bytes are free, the weights need {total:,}")
+            raise UserError(f"{free:,} bytes are free where the export goes, its weights need {total:,}")
         written = 0
 
         def count(nbytes: int) -> None:
@@ -158,14 +158,14 @@ class Writer:
 
     def write_layout(self, eos_token_ids: tuple[int, ...]) -> list[str]:
         """The layout's own files; notes for the user."""
-        names, notes = self.layout.write(
-            Exported(
-                self.folder, self.checkpoint.config, self.dtype, self.positions, eos_token_ids,
-                model_file=self._plans[0].file,
-                weights_files=(own := [name for name in self.files if contract.is_weights(name)]),
-                file_counts=self._other_counts() | {self._plans[0].file: len(own)},
-            )
+        model_file = self._plans[0].file
+        weights_files = [name for name in self.files if contract.is_weights(name)]
+        exported = Exported(
+            self.folder, self.checkpoint.config, self.dtype, self.positions, eos_token_ids,
+            model_file=model_file, weights_files=weights_files,
+            file_counts=self._other_counts() | {model_file: len(weights_files)},
         )  # fmt: skip
+        names, notes = self.layout.write(exported)
         self.files |= {name: hash_file(self.folder / name) for name in names}
         return notes
 

@@ -1,4 +1,7 @@
-"""Which programs load a graph, as far as they were tried: docs/runtimes.md has the versions, and what came out."""
+"""Which programs run a graph, as far as they were tried: docs/runtimes.md has the versions, and what came out.
+
+To load is not enough: tinygrad reads any graph, and ends at the first operator that it lacks.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ STATIC = (*_ORT, "onnx2pytorch", "nxrt", "onnx's reference evaluator")
 CONTRIB = (*_ORT, "nxrt")
 
 
-def loads_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
-    """Of RUNTIMES, those that load this graph of an export."""
+def runs_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
+    """Of RUNTIMES, those that run this graph of an export."""
     if graph.lowering == "portable" and manifest.target == "portable" and graph.entry != "shrink":
         return RUNTIMES
     if graph.lowering == "portable":
@@ -30,15 +33,15 @@ def loads_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
 
 
 def describe_runtimes(manifest: Manifest, graph: GraphSpec) -> list[str]:
-    """Lines: which runtimes load this graph, which do not, and what to know of them."""
+    """Lines: which runtimes run this graph, which do not, and what to know of them."""
     if any(spec.dtype == "bfloat16" for spec in graph.inputs):
-        return ["loads in ONNX Runtime on CUDA; few runtimes multiply bf16 on a CPU, ONNX Runtime not"]
-    known = loads_in(manifest, graph)
-    lines = [f"loads in {', '.join(known)}"]
+        return ["runs in ONNX Runtime on CUDA; few runtimes multiply bf16 on a CPU, ONNX Runtime not"]
+    known = runs_in(manifest, graph)
+    lines = [f"runs in {', '.join(known)}"]
     if refused := [name for name in RUNTIMES if name not in known]:
         lines.append(f"not in {', '.join(refused)}")
     if {*_FEEDERS} <= {*known}:
         lines.append(f"{', '.join(_FEEDERS)} each want it in their own layout")
     if graph.lowering == "contrib" and "OpenVINO" in known:
-        lines.append("OpenVINO is wrong without an error where a batch has more than one row")
+        lines.append("OpenVINO takes one sequence at a time, and puts out a cache of the live length")
     return lines

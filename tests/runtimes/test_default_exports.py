@@ -1,4 +1,4 @@
-"""The default exports, which are for ONNX Runtime: they load where `info` says so, and nowhere else."""
+"""The default exports, which are for ONNX Runtime: they load where `info` says that they run, and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from environments import RUNTIMES, prepare
 
 from qwen_onnx import export
-from qwen_onnx.known_runtimes import loads_in
+from qwen_onnx.known_runtimes import runs_in
 
 NAMES = {"onnxruntime": "ONNX Runtime in Python", "onnxruntime-node": "in Node", "openvino": "OpenVINO"}
 
@@ -33,7 +33,7 @@ def test_graphs_load_where_info_says(name: str, dtype: str, tmp_path: Path) -> N
             [*prepared.command, str(cases), str(result)], cwd=prepared.folder, env=prepared.variables,
             capture_output=True, timeout=120, check=False,
         )  # fmt: skip
-        wanted[graph.file] = NAMES[name] in loads_in(summary.manifest, graph)
+        wanted[graph.file] = NAMES[name] in runs_in(summary.manifest, graph)
         found[graph.file] = result.exists()
     assert found == wanted
     assert True in wanted.values()
