@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from qwen_onnx.runners.chat import Chat, Message, Token
+from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.generate import FinishReason
-from qwen_onnx.runners.sampling_options import SamplingOptions
+from qwen_onnx.runners.generation_options import GenerationRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +51,9 @@ class Answer:
 
 def answer(
     chat: Chat,
-    prompt: str | Sequence[int] | Sequence[Message],
+    prompt: Prompt,
+    request: GenerationRequest,
     *,
-    max_new_tokens: int | None,
-    ignore_eos: bool = False,
-    top_logits: int = 0,
-    sampling: SamplingOptions | None = None,
-    stop: Sequence[str] | None = None,
-    min_new_tokens: int | None = None,
-    logprobs: int | None = None,
     on_token: Callable[[Token], None] = lambda token: None,
 ) -> Answer:
     """Generate to the end, or to Ctrl-C: then what there is so far is the answer, `interrupted`.
@@ -67,21 +61,12 @@ def answer(
     Raises:
         UserError: as `Chat.generate`.
     """
-    prompt_ids = chat.prompt_ids(prompt)
+    prompt_ids = chat.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
     tokens: list[Token] = []
     # Nothing asked for is nothing missing: max_new_tokens 0 ends by length.
     reason = FinishReason.LENGTH
     try:
-        for token in chat.generate(
-            prompt_ids,
-            max_new_tokens=max_new_tokens,
-            ignore_eos=ignore_eos,
-            top_logits=top_logits,
-            sampling=sampling,
-            stop=stop,
-            min_new_tokens=min_new_tokens,
-            logprobs=logprobs,
-        ):
+        for token in chat.stream(prompt_ids, request):
             tokens.append(token)
             on_token(token)
             reason = token.finish_reason or FinishReason.INTERRUPTED
@@ -95,8 +80,8 @@ def answer(
         finish_reason=reason,
         ttft_ms=last.ttft_ms if last else None,
         tokens_per_s=last.tokens_per_s if last else None,
-        top_logits=[list(token.top_logits) for token in tokens] if top_logits else None,
-        logprobs=None if logprobs is None else [_logprob(token) for token in tokens],
+        top_logits=[list(token.top_logits) for token in tokens] if request.top_logits else None,
+        logprobs=None if request.logprobs is None else [_logprob(token) for token in tokens],
     )
 
 

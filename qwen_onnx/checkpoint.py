@@ -138,7 +138,7 @@ def _follow_index(index: Path, found: list[str]) -> tuple[dict[str, StoredTensor
                 f"{index}: tensor {name} lies in {reprlib.repr(file)}? wanted the name of a .safetensors file"
             )
         if file not in headers:
-            if not (index.parent / file).exists():
+            if file not in found:  # as listed: asking for a name may fail for its length
                 raise UserError(
                     f"{index.parent / file}: no such file, {index.name} names it; incomplete download?"
                 )

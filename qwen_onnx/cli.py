@@ -167,6 +167,8 @@ def run(
     cache_dir: CacheDir = None,
 ) -> None:
     """Chat with a model, or answer one prompt (-p, or text piped in)."""
+    from qwen_onnx.runners.generation_options import GenerationRequest
+    from qwen_onnx.runners.session import SessionOptions
     from qwen_onnx.running import RunOptions, run_model
 
     sampling = SamplingOptions(
@@ -174,13 +176,19 @@ def run(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty, logit_bias=flags.parse_logit_bias(logit_bias),
     )  # fmt: skip
-    options = RunOptions(
-        model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system,
+    request = GenerationRequest(
         max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, min_new_tokens=min_new_tokens, stop=stop or None,
-        sampling=flags.without_drawing(sampling) if greedy else sampling, provider=provider, dtype=dtype,
-        revision=revision, threads=threads, prepack=prepack, cuda_graph=cuda_graph, tf32=tf32,
-        greedy_on_device=greedy_on_device, speculate=speculate, gpu_mem_limit=gpu_mem_limit,
-        max_context=max_context, top_logits=top_logits, logprobs=logprobs, stats=stats,
+        sampling=flags.without_drawing(sampling) if greedy else sampling, top_logits=top_logits,
+        logprobs=logprobs,
+    )  # fmt: skip
+    session = SessionOptions(
+        provider, threads=threads, prepack=prepack, cuda_graph=cuda_graph, tf32=tf32,
+        greedy_on_device=greedy_on_device, speculate=speculate,
+        gpu_mem_limit=None if gpu_mem_limit is None else gpu_mem_limit << 20,
+    )  # fmt: skip
+    options = RunOptions(
+        model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system, request=request,
+        session=session, dtype=dtype, revision=revision, max_context=max_context, stats=stats,
         as_json=as_json, cache_dir=cache_dir,
     )  # fmt: skip
     if code := run_model(options):

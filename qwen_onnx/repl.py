@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from qwen_onnx.answer import Answer, answer
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Chat, Message, Token
-from qwen_onnx.runners.sampling_options import SamplingOptions
+from qwen_onnx.runners.generation_options import GenerationRequest
 
 _HELP = """\
 /help            this list
@@ -27,23 +27,16 @@ class Repl:
     def __init__(
         self,
         chat: Chat,
+        request: GenerationRequest,
         *,
         system: str | None,
-        max_new_tokens: int | None,
-        ignore_eos: bool = False,
-        top_logits: int = 0,
-        sampling: SamplingOptions | None = None,
-        stop: Sequence[str] | None = None,
-        min_new_tokens: int | None = None,
-        logprobs: int | None = None,
         raw: bool = False,
         show: Callable[[Token], None],
         report: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
         """`show` gets each token as it comes, `report` each answer at its end; `raw` completes text, no chat."""
-        self._chat, self._max_new_tokens, self._ignore_eos, self._raw = chat, max_new_tokens, ignore_eos, raw
-        self._show, self._report, self._top_logits, self._logprobs = show, report, top_logits, logprobs
-        self._sampling, self._stop, self._min_new_tokens = sampling, stop, min_new_tokens
+        self._chat, self._request, self._raw = chat, request, raw
+        self._show, self._report = show, report
         self._last: Answer | None = None
         self._messages: list[Message] = []
         self._system(system)
@@ -94,18 +87,8 @@ class Repl:
 
     def _answer(self, line: str) -> None:
         user: Message = {"role": "user", "content": line}
-        result = answer(
-            self._chat,
-            line if self._raw else [*self._messages, user],
-            max_new_tokens=self._max_new_tokens,
-            ignore_eos=self._ignore_eos,
-            top_logits=self._top_logits,
-            sampling=self._sampling,
-            stop=self._stop,
-            min_new_tokens=self._min_new_tokens,
-            logprobs=self._logprobs,
-            on_token=self._show,
-        )
+        prompt = line if self._raw else [*self._messages, user]
+        result = answer(self._chat, prompt, self._request, on_token=self._show)
         print(flush=True)
         self._last = result
         if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
@@ -119,14 +102,7 @@ class Repl:
         self._kept = len(self._messages)
 
     def _params(self) -> None:
-        options = self._chat.options(
-            max_new_tokens=self._max_new_tokens,
-            ignore_eos=self._ignore_eos,
-            sampling=self._sampling,
-            stop=self._stop,
-            min_new_tokens=self._min_new_tokens,
-        )
-        _say(options.describe())
+        _say(self._chat.options(self._request).describe())
         if ignored := self._chat.defaults.ignored:
             _say(f"not supported, of generation_config.json: {', '.join(ignored)}")
 

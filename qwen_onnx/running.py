@@ -14,9 +14,9 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.repl import Repl, enable_line_editing
 from qwen_onnx.runners.chat import Chat, Message
 from qwen_onnx.runners.generate import verify_options
+from qwen_onnx.runners.generation_options import GenerationRequest
 from qwen_onnx.runners.providers import missing_library, verify_provider
 from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.sampling_options import SamplingOptions
 from qwen_onnx.runners.session import ONE_DISTRIBUTION, SessionOptions, installed_distributions
 from qwen_onnx.showing import report, show
 
@@ -38,24 +38,11 @@ class RunOptions:
     prompt_ids: str | None
     raw: bool
     system: str | None
-    max_new_tokens: int | None
-    min_new_tokens: int | None
-    ignore_eos: bool
-    stop: list[str] | None
-    sampling: SamplingOptions
-    provider: str
+    request: GenerationRequest
+    session: SessionOptions
     dtype: str | None
     revision: str | None
-    threads: int | None
-    prepack: bool | None
-    cuda_graph: bool
-    tf32: bool
-    greedy_on_device: bool
-    speculate: bool
-    gpu_mem_limit: int | None
     max_context: int | None
-    top_logits: int
-    logprobs: int | None
     stats: bool
     as_json: bool
     cache_dir: Path | None
@@ -69,7 +56,7 @@ def run_model(options: RunOptions) -> int:
     """
     if options.prompt is not None and options.prompt_ids is not None:
         raise UserError("-p and --prompt-ids are two prompts: give one")
-    verify_provider(options.provider)
+    verify_provider(options.session.provider)
     chatting = options.prompt is None and options.prompt_ids is None and _stdin().isatty()
     if chatting and options.as_json:
         raise UserError("--json answers one prompt: give it with -p, --prompt-ids or a pipe")
@@ -87,13 +74,7 @@ def run_model(options: RunOptions) -> int:
     result = answer(
         chat,
         prompt or [],
-        max_new_tokens=_most_tokens(chat, options),
-        ignore_eos=options.ignore_eos,
-        top_logits=options.top_logits,
-        sampling=options.sampling,
-        stop=options.stop,
-        min_new_tokens=options.min_new_tokens,
-        logprobs=options.logprobs,
+        _bounded(chat, options.request),
         on_token=lambda token: None if options.as_json else show(chat, token),
     )
     print(json.dumps(result.as_json(chat)) if options.as_json else "", flush=True)
@@ -103,23 +84,13 @@ def run_model(options: RunOptions) -> int:
 
 
 def _chat(chat: Chat, options: RunOptions) -> int:
-    most = _most_tokens(chat, options)
-    # Now, and not as the end of every answer.
-    verify_options(
-        chat.runner,
-        chat.options(sampling=options.sampling, stop=options.stop, min_new_tokens=options.min_new_tokens),
-    )
+    request = _bounded(chat, options.request)
+    verify_options(chat.runner, chat.options(request))  # now, and not as the end of every answer
     enable_line_editing()
     repl = Repl(
         chat,
+        request,
         system=options.system,
-        max_new_tokens=most,
-        ignore_eos=options.ignore_eos,
-        top_logits=options.top_logits,
-        sampling=options.sampling,
-        stop=options.stop,
-        min_new_tokens=options.min_new_tokens,
-        logprobs=options.logprobs,
         raw=options.raw,
         show=lambda token: show(chat, token),
         report=lambda result: report(chat, result) if options.stats else None,
@@ -127,9 +98,11 @@ def _chat(chat: Chat, options: RunOptions) -> int:
     return repl.run(_read_line)
 
 
-def _most_tokens(chat: Chat, options: RunOptions) -> int:
-    given = (options.max_new_tokens, chat.defaults.max_new_tokens)
-    return next((count for count in given if count is not None), MOST_TOKENS)
+def _bounded(chat: Chat, request: GenerationRequest) -> GenerationRequest:
+    """With a number of tokens that an answer ends at, whoever says it."""
+    given = (request.max_new_tokens, chat.defaults.max_new_tokens)
+    most = next((count for count in given if count is not None), MOST_TOKENS)
+    return dataclasses.replace(request, max_new_tokens=most)
 
 
 def _read_line(prompt: str) -> str:
@@ -169,18 +142,8 @@ def _open(options: RunOptions) -> Chat:
     held = read_manifest(folder).dtype
     if options.dtype not in (None, held):
         raise UserError(f"{folder}: holds {held}, --dtype {options.dtype} asked for")
-    session = SessionOptions(
-        options.provider,
-        threads=options.threads,
-        prepack=options.prepack,
-        cuda_graph=options.cuda_graph,
-        tf32=options.tf32,
-        greedy_on_device=options.greedy_on_device,
-        speculate=options.speculate,
-        gpu_mem_limit=None if options.gpu_mem_limit is None else options.gpu_mem_limit << 20,
-    )
-    chat = Chat(Runner(folder, session, max_context=options.max_context))
-    if options.provider == "auto":
+    chat = Chat(Runner(folder, options.session, max_context=options.max_context))
+    if options.session.provider == "auto":
         print(f"provider: {chat.runner.provider}", file=sys.stderr)
     if ignored := chat.defaults.ignored:
         print(f"note: not supported, of generation_config.json: {', '.join(ignored)}", file=sys.stderr)
@@ -216,7 +179,7 @@ def _export_folder(options: RunOptions) -> Path:
     from qwen_onnx.hub import DEFAULT_MODEL, resolve_model
 
     source = resolve_model(options.model or DEFAULT_MODEL, revision=options.revision)
-    dtype = options.dtype or _default_dtype(source, options.provider)
+    dtype = options.dtype or _default_dtype(source, options.session.provider)
     path = cached_export_path(cache_folder(options.cache_dir), source, dtype)
     if not (path / MANIFEST_FILE).exists():
         from qwen_onnx.making import make_export

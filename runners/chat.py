@@ -13,14 +13,18 @@ from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.detokenizer import StreamDetokenizer
 from qwen_onnx.runners.generate import FinishReason, generate_ids
 from qwen_onnx.runners.generation_defaults import read_defaults
-from qwen_onnx.runners.generation_options import GenerationOptions
+from qwen_onnx.runners.generation_options import GenerationOptions, GenerationRequest
 from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.sampling_options import SamplingOptions, in_force, verify_count
+from qwen_onnx.runners.sampling_options import SamplingOptions, in_force
 from qwen_onnx.runners.stop_strings import StopStrings, verified_stop
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Message = Mapping[str, object]
-"""A chat message: `role` (system, user, assistant) and `content`."""
+"""A chat message: `role` (system, user, assistant, tool) and `content`."""
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A raw text, token ids, or chat messages."""
+Tools = Sequence[Mapping[str, object]]
+"""JSON schemas of functions, as OpenAI's API has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,9 @@ class Chat:
         """Bytes of the cache as it is now."""
         return self._cache.nbytes
 
-    def prompt_ids(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
+    def prompt_ids(
+        self, prompt: Prompt, *, tools: Tools | None = None, enable_thinking: bool | None = None
+    ) -> list[int]:
         """Token ids of a raw text, of ids (as they are), or of messages under the chat template.
 
         Raises:
@@ -101,50 +107,36 @@ class Chat:
             raise UserError("a prompt is a text, a list of token ids or a list of messages, not a mixture")
         if self.template is None:
             raise UserError(f"{self.runner.folder}: has no chat template; give raw text or token ids")
-        return self._tokenizer().encode(self.template.render(messages), add_special_tokens=False)
+        text = self.template.render(messages, tools=tools, enable_thinking=enable_thinking)
+        return self._tokenizer().encode(text, add_special_tokens=False)
 
-    def options(
-        self,
-        *,
-        max_new_tokens: int | None = None,
-        ignore_eos: bool = False,
-        top_logits: int = 0,
-        sampling: SamplingOptions | None = None,
-        stop: str | Sequence[str] | None = None,
-        min_new_tokens: int | None = None,
-        logprobs: int | None = None,
-    ) -> GenerationOptions:
-        """The values that `generate` goes by, given these: the rest is what generation_config.json says.
+    def options(self, request: GenerationRequest) -> GenerationOptions:
+        """The values that an answer goes by: those asked for, and of the rest what generation_config.json says.
 
         Raises:
-            UserError: a value of the wrong kind, out of range, or that this export has no use for.
+            UserError: a value that this export has no use for.
         """
-        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 0):
-            raise UserError(f"max_new_tokens {max_new_tokens!r}: a whole number wanted, or None")
-        verify_count("min_new_tokens", min_new_tokens)
-        verify_count("logprobs", logprobs)
-        if not isinstance(sampling, SamplingOptions | None):
-            raise UserError(f"sampling {sampling!r}: SamplingOptions wanted, or None")
-        strings = self.defaults.stop if stop is None else verified_stop(stop)
-        if stop and self.tokenizer is None:
+        stop = self.defaults.stop if request.stop is None else verified_stop(request.stop)
+        if request.stop and self.tokenizer is None:
             raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text, and so no stop strings")
-        values = in_force(sampling or SamplingOptions(), self.defaults.sampling)
+        values = in_force(request.sampling, self.defaults.sampling)
         for token_id in values.logit_bias:
             if token_id >= self._size or token_id in self._holes:
                 raise UserError(f"logit_bias of {token_id}: the id names no token")
+        most, least = request.max_new_tokens, request.min_new_tokens
         return GenerationOptions(
-            self.defaults.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            ignore_eos,
-            top_logits,
+            self.defaults.max_new_tokens if most is None else most,
+            request.ignore_eos,
+            request.top_logits,
             sampling=values,
-            min_new_tokens=self.defaults.min_new_tokens if min_new_tokens is None else min_new_tokens,
-            logprobs=logprobs,
-            stop=strings,
+            min_new_tokens=self.defaults.min_new_tokens if least is None else least,
+            logprobs=request.logprobs,
+            stop=stop,
         )
 
     def generate(
         self,
-        prompt: str | Sequence[int] | Sequence[Message],
+        prompt: Prompt,
         *,
         max_new_tokens: int | None = None,
         ignore_eos: bool = False,
@@ -153,38 +145,41 @@ class Chat:
         stop: str | Sequence[str] | None = None,
         min_new_tokens: int | None = None,
         logprobs: int | None = None,
+        tools: Tools | None = None,
+        enable_thinking: bool | None = None,
+        reuse_cache: bool = True,
     ) -> Iterator[Token]:
-        """Tokens after a raw text, token ids or chat messages.
+        """Tokens after a raw text, token ids or chat messages; the options are those of `GenerationRequest`.
 
-        What is None is as the export's generation_config.json says.
-
-        Args:
-            max_new_tokens: where that file says nothing either: until the model ends or the context is full.
-            ignore_eos: go on after an end token.
-            top_logits: how many of the best ids and logits each token carries.
-            sampling: how tokens are chosen; each value overrides the file's.
-            stop: strings that end the answer, beside the end tokens, and are not part of its text; they may span
-                tokens. Special tokens have no text: they do not count.
-            min_new_tokens: so many tokens come before an end token, or the one that completes a stop string.
-            logprobs: each token carries the log probability of its id, and of so many best ids.
+        What is None is as the export's generation_config.json, or its chat template, says.
 
         Raises:
             UserError: an unusable prompt or option, or a prompt longer than the context; before any compute. And
                 when another answer of this Chat was begun before this one ended.
             NonFiniteLogitsError: the model computed NaN or infinity.
         """
-        options = self.options(
+        request = GenerationRequest(
             max_new_tokens=max_new_tokens,
             ignore_eos=ignore_eos,
             top_logits=top_logits,
-            sampling=sampling,
+            sampling=SamplingOptions() if sampling is None else sampling,
             stop=stop,
             min_new_tokens=min_new_tokens,
             logprobs=logprobs,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            reuse_cache=reuse_cache,
         )
+        yield from self.stream(prompt, request)
+
+    def stream(self, prompt: Prompt, request: GenerationRequest) -> Iterator[Token]:
+        """As `generate`, of a request that is made already."""
+        options = self.options(request)
         started = time.perf_counter()
         self._turn = turn = self._turn + 1
-        prompt_ids = self.prompt_ids(prompt)
+        prompt_ids = self.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
+        if not request.reuse_cache:
+            self._cache.truncate(0)
         cached = self._cache.shared_prefix(prompt_ids[:-1])
         detokenizer = None if self.tokenizer is None else StreamDetokenizer(self.tokenizer)
         stops = StopStrings(options.stop)

@@ -3,8 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
-from qwen_onnx.runners.sampling_options import Sampling
+from qwen_onnx.errors import UserError
+from qwen_onnx.runners.sampling_options import Sampling, SamplingOptions, verify_count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """What is asked of one answer; None leaves a value to the export's generation_config.json or its template.
+
+    Raises:
+        UserError: a value of the wrong kind or out of range.
+    """
+
+    max_new_tokens: int | None = None
+    """Where that file says nothing either: until the model ends or the context is full."""
+    ignore_eos: bool = False
+    """Go on after an end token."""
+    top_logits: int = 0
+    """How many of the best ids and logits each token carries."""
+    sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
+    """How tokens are chosen; each value overrides the file's."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the answer, beside the end tokens, and are not part of its text; they may span tokens. Special
+    tokens have no text: they do not count."""
+    min_new_tokens: int | None = None
+    """So many tokens come before an end token, or the one that completes a stop string."""
+    logprobs: int | None = None
+    """Each token carries the log probability of its id, and of so many best ids."""
+    tools: Sequence[Mapping[str, object]] | None = None
+    """JSON schemas of functions, for a chat template that shows them to the model."""
+    enable_thinking: bool | None = None
+    """The switch of templates for models that may think before they answer."""
+    reuse_cache: bool = True
+    """Compute only what the cache does not hold of the prompt; else all of it."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and (
+            type(self.max_new_tokens) is not int or self.max_new_tokens < 0
+        ):
+            raise UserError(f"max_new_tokens {self.max_new_tokens!r}: a whole number wanted, or None")
+        verify_count("min_new_tokens", self.min_new_tokens)
+        verify_count("logprobs", self.logprobs)
+        if not isinstance(self.sampling, SamplingOptions):
+            raise UserError(f"sampling {self.sampling!r}: SamplingOptions wanted, or None")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,13 @@ PATIENCE = 120  # seconds: of a slow machine, not of the program
 SAY_WHEN = """
 import sys
 from qwen_onnx.runners.chat import Chat
-generate = Chat.generate
+generate = Chat.stream
 def announcing(*args, **kwargs):
     for made, token in enumerate(generate(*args, **kwargs), start=1):
         yield token
         if made == 3:
             print("three made", file=sys.stderr, flush=True)
-Chat.generate = announcing
+Chat.stream = announcing
 """
 
 

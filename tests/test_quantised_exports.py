@@ -25,6 +25,7 @@ from qwen_onnx.checkpoint import open_checkpoint
 from qwen_onnx.quantize import Scheme, dequantise
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners import kv_cache, phased_steps, providers, steps
+from qwen_onnx.runners.generation_options import GenerationRequest
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.safetensors_file import read_header
 
@@ -231,7 +232,10 @@ def test_held_out_text_of_tiny(dtype: str, least: float, answers: int) -> None:
                 np.concatenate([first, *decode_all(chat.runner, cache, np.array([ids[1:]]))]).argmax(-1)
             )
         agree.append(best[0] == best[1])
-        texts = [answer(chat, item["messages"], max_new_tokens=64).text for chat in (plain, quantised)]
+        texts = [
+            answer(chat, item["messages"], GenerationRequest(max_new_tokens=64)).text
+            for chat in (plain, quantised)
+        ]
         same += texts[0] == texts[1]
     assert np.concatenate(agree).mean() >= least
     assert same >= answers

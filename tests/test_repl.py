@@ -13,6 +13,7 @@ from qwen_onnx import SamplingOptions, UserError, load
 from qwen_onnx.repl import Repl
 from qwen_onnx.runners.chat import Token
 from qwen_onnx.runners.generate import FinishReason
+from qwen_onnx.runners.generation_options import GenerationRequest
 
 CTRL_C, CTRL_D = KeyboardInterrupt(), EOFError()
 
@@ -26,11 +27,11 @@ class ScriptedChat:
         self.runner = SimpleNamespace(context_length=100, manifest=SimpleNamespace(model_id="a/model"))
         self._answers = list(answers)
 
-    def prompt_ids(self, prompt: Any) -> list[int]:
+    def prompt_ids(self, prompt: Any, **_: Any) -> list[int]:
         self.asked.append(prompt)
         return [1, 2, 3]
 
-    def generate(self, prompt_ids: list[int], *, max_new_tokens: int | None, **_: Any) -> Iterator[Token]:
+    def stream(self, prompt_ids: list[int], request: GenerationRequest) -> Iterator[Token]:
         said = self._answers.pop(0)
         if isinstance(said, UserError):
             raise said
@@ -38,7 +39,7 @@ class ScriptedChat:
         for made, word in enumerate(words, start=1):
             self.context_used = len(prompt_ids) + made - 1
             reason = FinishReason.EOS if made == len(words) else None
-            if made == max_new_tokens and reason is None:
+            if made == request.max_new_tokens and reason is None:
                 reason = FinishReason.LENGTH
             text = word if made == 1 else f" {word}"
             yield Token(made, text, reason, len(prompt_ids), 0, 12.34, None if made == 1 else 56.78)
@@ -59,8 +60,10 @@ def talk(
             raise line
         return line
 
-    settings = {"system": None, "max_new_tokens": 50, **settings}
-    repl = Repl(chat, show=show or (lambda token: print(token.text, end="")), **settings)
+    own = {name: settings.pop(name) for name in ("system", "raw", "report") if name in settings}
+    request = GenerationRequest(**{"max_new_tokens": 50, **settings})
+    show = show or (lambda token: print(token.text, end=""))
+    repl = Repl(chat, request, show=show, **{"system": None, **own})
     code = repl.run(read)
     assert next(script, None) is None, "left before the end of the script"
     return code
@@ -229,13 +232,13 @@ def test_what_was_asked_for_holds_in_a_chat_too(monkeypatch: pytest.MonkeyPatch)
     }  # fmt: skip
     found: list[Any] = []
 
-    def note(prompt_ids: list[int], **options: Any) -> Iterator[Token]:
-        found.append(options)
+    def note(prompt_ids: list[int], request: GenerationRequest) -> Iterator[Token]:
+        found.append(request)
         yield Token(1, "a", FinishReason.EOS, 3, 0, 1.0, None, logprob=-0.5)
 
-    monkeypatch.setattr(chat := ScriptedChat(), "generate", note)
+    monkeypatch.setattr(chat := ScriptedChat(), "stream", note)
     talk(chat, "Hi", CTRL_D, **asked)
-    assert found == [asked]
+    assert found == [GenerationRequest(**asked)]
 
 
 def test_an_answer_interrupted_before_its_first_token_is_not_remembered(
@@ -243,12 +246,12 @@ def test_an_answer_interrupted_before_its_first_token_is_not_remembered(
 ) -> None:
     """An empty answer in the history, which the template then shows to the model."""
     chat = ScriptedChat("yes", "no")
-    generate = chat.generate
+    stream = chat.stream
 
-    def interrupted_once(*arguments: Any, **options: Any) -> Iterator[Token]:
-        monkeypatch.setattr(chat, "generate", generate)
+    def interrupted_once(*arguments: Any) -> Iterator[Token]:
+        monkeypatch.setattr(chat, "stream", stream)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "generate", interrupted_once)
+    monkeypatch.setattr(chat, "stream", interrupted_once)
     assert talk(chat, "one", "two", CTRL_D) == 0
     assert users(chat.asked[1]) == [("user", "two")]
