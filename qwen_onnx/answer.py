@@ -8,6 +8,11 @@ from collections.abc import Callable
 from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.generate import FinishReason
 from qwen_onnx.runners.generation_options import GenerationRequest
+from qwen_onnx.runners.reasoning import OPEN, ReasoningSplitter, Said, closed
+from qwen_onnx.runners.tool_calls import ToolCall, parse_tool_calls
+
+MOST_TOKENS = 1024
+"""Of an answer, where neither the request nor generation_config.json says how many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Answer:
     token_ids: list[int]
     """With the id that ended it."""
     text: str
-    """Without the end token or the stop string."""
+    """Without the end token or the stop string, reasoning and tool calls."""
     finish_reason: FinishReason
     ttft_ms: float | None
     tokens_per_s: float | None
@@ -36,6 +41,12 @@ class Answer:
     """Per token, when asked for."""
     logprobs: list[TokenLogprob] | None = None
     """Per token, when asked for."""
+    reasoning: str | None = None
+    """What the model thought before it answered."""
+    tool_calls: list[ToolCall] | None = None
+    """When tools were given."""
+    content: str = ""
+    """All that was said, as the next turns' prompts hold it."""
 
     def as_json(self, chat: Chat) -> dict[str, object]:
         """What `run --json` prints."""
@@ -43,7 +54,8 @@ class Answer:
             "provider": chat.runner.provider,
             "dtype": chat.runner.manifest.dtype,
         }
-        for name in ("top_logits", "logprobs"):
+        del fields["content"]
+        for name in ("top_logits", "logprobs", "reasoning", "tool_calls"):
             if fields[name] is None:
                 del fields[name]
         return fields
@@ -54,35 +66,69 @@ def answer(
     prompt: Prompt,
     request: GenerationRequest,
     *,
-    on_token: Callable[[Token], None] = lambda token: None,
+    on_token: Callable[[Token | None, Said], None] = lambda token, said: None,
 ) -> Answer:
     """Generate to the end, or to Ctrl-C: then what there is so far is the answer, `interrupted`.
+
+    Args:
+        on_token: gets each token as it comes, and what became certain with it of reasoning and answer (all of it is
+            answer where the prompt is no chat); None at the end, with what was held back.
 
     Raises:
         UserError: as `Chat.generate`.
     """
     prompt_ids = chat.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
+    chatting = not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], int)
+    begun = chatting and _ends_in_thought(chat, prompt_ids)
+    splitter = ReasoningSplitter(begun=begun) if chatting else None
     tokens: list[Token] = []
+    parts: list[Said] = []
     # Nothing asked for is nothing missing: max_new_tokens 0 ends by length.
     reason = FinishReason.LENGTH
     try:
         for token in chat.stream(prompt_ids, request):
             tokens.append(token)
-            on_token(token)
             reason = token.finish_reason or FinishReason.INTERRUPTED
+            parts.append(Said(answer=token.text) if splitter is None else splitter.push(token.text))
+            on_token(token, parts[-1])
     except KeyboardInterrupt:
         reason = FinishReason.INTERRUPTED
+    if splitter is not None:
+        parts.append(splitter.flush())
+        on_token(None, parts[-1])
+    content = "".join(token.text for token in tokens)
+    text, calls = "".join(said.answer for said in parts), None
+    if chatting and request.tools:
+        text, calls = parse_tool_calls(text)
     last = tokens[-1] if tokens else None
     return Answer(
         prompt_ids=prompt_ids,
         token_ids=[token.token_id for token in tokens],
-        text="".join(token.text for token in tokens),
+        text=text,
         finish_reason=reason,
         ttft_ms=last.ttft_ms if last else None,
         tokens_per_s=last.tokens_per_s if last else None,
         top_logits=[list(token.top_logits) for token in tokens] if request.top_logits else None,
         logprobs=None if request.logprobs is None else [_logprob(token) for token in tokens],
+        reasoning="".join(said.reasoning for said in parts) or None,
+        tool_calls=calls,
+        content=closed(content, begun=begun) if chatting else content,
     )
+
+
+def bounded(chat: Chat, request: GenerationRequest) -> GenerationRequest:
+    """With a number of tokens that an answer ends at, whoever says it."""
+    given = (request.max_new_tokens, chat.defaults.max_new_tokens)
+    most = next((count for count in given if count is not None), MOST_TOKENS)
+    return dataclasses.replace(request, max_new_tokens=most)
+
+
+def _ends_in_thought(chat: Chat, prompt_ids: list[int]) -> bool:
+    """The template began the reasoning already, as those of models do that always think."""
+    if chat.tokenizer is None:
+        return False
+    end = chat.tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
+    return end.rstrip().endswith(OPEN)
 
 
 def _logprob(token: Token) -> TokenLogprob:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from qwen_onnx import chat_flags
 from qwen_onnx import sampling_flags as flags
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.sampling_options import SamplingOptions
@@ -49,6 +50,14 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+            raise
+        print(
+            "error: out of memory; free some, or take a smaller model, dtype or --max-context",
+            file=sys.stderr,
+        )
+        sys.exit(1)
     except OSError as error:
         # Of stdout: all else becomes a UserError. A reader that left, as `| head` does, needs no word.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -164,6 +173,12 @@ def run(
         bool, typer.Option("--stats", help="TTFT, tokens/s and memory after each answer.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    think: chat_flags.Think = None,
+    show_thinking: chat_flags.ShowThinking = True,
+    tools: chat_flags.Tools = None,
+    context_full: chat_flags.ContextFull = "shift",
+    cache_reuse: chat_flags.CacheReuse = True,
+    color: chat_flags.Color = True,
     cache_dir: CacheDir = None,
 ) -> None:
     """Chat with a model, or answer one prompt (-p, or text piped in)."""
@@ -179,7 +194,7 @@ def run(
     request = GenerationRequest(
         max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, min_new_tokens=min_new_tokens, stop=stop or None,
         sampling=flags.without_drawing(sampling) if greedy else sampling, top_logits=top_logits,
-        logprobs=logprobs,
+        logprobs=logprobs, tools=chat_flags.read_tools(tools), enable_thinking=think, reuse_cache=cache_reuse,
     )  # fmt: skip
     session = SessionOptions(
         provider, threads=threads, prepack=prepack, cuda_graph=cuda_graph, tf32=tf32,
@@ -189,7 +204,8 @@ def run(
     options = RunOptions(
         model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system, request=request,
         session=session, dtype=dtype, revision=revision, max_context=max_context, stats=stats,
-        as_json=as_json, cache_dir=cache_dir,
+        as_json=as_json, show_thinking=show_thinking, color=color, context_full=context_full,
+        cache_dir=cache_dir,
     )  # fmt: skip
     if code := run_model(options):
         raise typer.Exit(code)

@@ -211,12 +211,22 @@ class Manifest:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object stored in `path`.
 
-    Raises UserError, naming the file, when it is missing, unreadable, not UTF-8, not JSON, too deeply
-    nested, or not an object.
+    Raises UserError as `read_json_value`, and for another value than an object.
+    """
+    value = read_json_value(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds a JSON {_name_of(value)}, not an object")
+    return value
+
+
+def read_json_value(path: Path) -> object:
+    """Return the JSON value stored in `path`.
+
+    Raises UserError, naming the file, when it is missing, unreadable, not UTF-8, not JSON, or too deeply nested.
     """
     try:
         # utf-8-sig: files saved by Windows editors open with a byte order mark.
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value: object = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:
@@ -227,8 +237,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: JSON nested too deeply") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a JSON {_name_of(value)}, not an object")
     return value
 
 

@@ -15,14 +15,15 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(_printable(message))
+        super().__init__(printable(message))
 
 
 class NonFiniteLogitsError(UserError):
     """The model computed NaN or infinity: its numbers overflowed, and no token can be chosen from them."""
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """A text from anywhere as one line, of 1,500 characters at most, that is no command to a terminal."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST - 300]} ... {text[-200:]}"
     if text.isprintable():

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 
 from qwen_onnx.contract import Blocks, GraphSpec, Manifest, TensorSpec, read_manifest
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, printable
 from qwen_onnx.known_runtimes import describe_runtimes
 
 
@@ -42,7 +42,7 @@ def describe(folder: Path) -> str:
     for graph in manifest.graphs:
         runtimes = (f"  {line}" for line in describe_runtimes(manifest, graph))
         lines += ["", *_describe_graph(folder, graph), *runtimes]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _describe_blocks(manifest: Manifest) -> list[str]:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from qwen_onnx.answer import Answer, answer
-from qwen_onnx.errors import UserError
+from qwen_onnx.answer import Answer, answer, bounded
+from qwen_onnx.conversation import Conversation, with_room
+from qwen_onnx.errors import UserError, printable
 from qwen_onnx.runners.chat import Chat, Message, Token
+from qwen_onnx.runners.generate import verify_options
 from qwen_onnx.runners.generation_options import GenerationRequest
+from qwen_onnx.runners.reasoning import Said
+from qwen_onnx.settings import changed
 
-_HELP = """\
-/help            this list
-/clear           forget the conversation
-/system TEXT     set the system message and forget the conversation; without TEXT, none
-/params          how tokens are chosen and what ends an answer
-/stats           context used and left, speed of the last answer
-/exit            leave (so do Ctrl-D, and Ctrl-C twice)
-Ctrl-C stops an answer and keeps the session."""
+HELP = """\
+/help              this list
+/reset             forget the conversation
+/system TEXT       set the system message and forget the conversation; without TEXT, none
+/undo              forget the last question and its answer
+/retry             answer the last question anew
+/tool TEXT         give the result of the function that the model called
+/params            how tokens are chosen and what ends an answer
+/set NAME VALUE    change one of these; without VALUE, as generation_config.json says
+/save FILE         keep the conversation, and what was computed of it, in a file
+/load FILE         go on with a conversation that was saved
+/stats             context used and left, speed of the last answer
+/quit              leave (so do Ctrl-D, and Ctrl-C twice)
+A line that ends in a backslash goes on in the next. Ctrl-C stops an answer and keeps the session."""
+COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
+_ALIASES = {"/clear": "/reset", "/exit": "/quit"}
 
 
 class Repl:
@@ -29,21 +41,32 @@ class Repl:
         chat: Chat,
         request: GenerationRequest,
         *,
-        system: str | None,
+        system: str | None = None,
         raw: bool = False,
-        show: Callable[[Token], None],
+        shift: bool = True,
+        show: Callable[[Token | None, Said], None],
+        end: Callable[[], None] = print,
         report: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
-        """`show` gets each token as it comes, `report` each answer at its end; `raw` completes text, no chat."""
-        self._chat, self._request, self._raw = chat, request, raw
-        self._show, self._report = show, report
+        """Nothing is read yet.
+
+        Args:
+            raw: complete text, no chat.
+            shift: where the context is full, the oldest turns are dropped; else the turn is refused.
+            show: gets each token as it comes; `end` is called after the last, and `report` gets the whole answer.
+        """
+        self._chat, self._request, self._raw, self._shift = chat, request, raw, shift
+        self._show, self._end, self._report = show, end, report
         self._last: Answer | None = None
-        self._messages: list[Message] = []
-        self._system(system)
+        self._conversation = Conversation(system)
+
+    def status(self) -> str:
+        """The context in use, in a few characters."""
+        return f"{self._chat.context_used}/{self._chat.runner.context_length}"
 
     def run(self, read: Callable[[str], str] = input) -> int:
         """Answer until the user leaves; the exit code (0, or 130 after a second Ctrl-C at the prompt)."""
-        _say(f"{self._chat.runner.manifest.model_id}, /help for commands")
+        _say(f"{printable(self._chat.runner.manifest.model_id)}, /help for commands")
         interrupted = False
         while True:
             try:
@@ -51,6 +74,9 @@ class Repl:
             except EOFError:
                 _say("")
                 return 0
+            except UnicodeDecodeError as error:
+                _say(f"error: what was typed is not {error.encoding} text")
+                continue
             except KeyboardInterrupt:
                 if interrupted:
                     return 130
@@ -58,53 +84,111 @@ class Repl:
                 _say("\n(Ctrl-C again, or Ctrl-D, leaves)")
                 continue
             interrupted = False
-            if line in ("/exit", "/quit"):
+            if _ALIASES.get(line, line) == "/quit":
                 return 0
             try:
                 self._handle(line)
             except UserError as error:
-                full = "the context holds" in str(error) and len(self._messages) > self._kept
-                _say(f"error: {error}" + ("; /clear forgets the conversation" if full else ""))
+                full = "the context holds" in str(error) and len(self._conversation.messages) > 1
+                _say(f"error: {error}" + ("; /reset forgets the conversation" if full else ""))
+            except KeyboardInterrupt:  # between two steps of a command
+                _say("\n(interrupted)")
 
     def _handle(self, line: str) -> None:
         command, _, rest = line.partition(" ")
+        command, rest = _ALIASES.get(command, command), rest.strip()
         if not line:
             return
-        if command == "/help":
-            _say(_HELP)
-        elif command == "/clear":
-            del self._messages[self._kept :]
-        elif command == "/system":
-            self._system(rest.strip() or None)
-        elif command == "/params":
-            self._params()
-        elif command == "/stats":
-            self._stats()
-        elif command.startswith("/") and not self._raw and "/" not in command[1:]:
-            _say(f"no command {command}; /help lists them")
-        else:
-            self._answer(line)
+        match command:
+            case "/help":
+                _say(HELP)
+            case "/reset":
+                self._conversation.reset()
+            case "/system":
+                self._conversation = Conversation(rest or None)
+            case "/undo":
+                if not self._conversation.undo():
+                    _say("nothing to undo")
+            case "/retry":
+                self._retry()
+            case "/tool":
+                self._ask({"role": "tool", "content": rest})
+            case "/params":
+                self._params()
+            case "/set":
+                self._set(rest)
+            case "/save":
+                self._save(_path(command, rest))
+            case "/load":
+                self._load(_path(command, rest))
+            case "/stats":
+                self._stats()
+            case _ if command.startswith("/") and not self._raw and "/" not in command[1:]:
+                _say(f"no command {command}; /help lists them")
+            case _ if self._raw:
+                self._answer(line)
+            case _:
+                self._ask({"role": "user", "content": line})
 
-    def _answer(self, line: str) -> None:
-        user: Message = {"role": "user", "content": line}
-        prompt = line if self._raw else [*self._messages, user]
-        result = answer(self._chat, prompt, self._request, on_token=self._show)
-        print(flush=True)
-        self._last = result
+    def _ask(self, message: Message) -> None:
+        self._reply([*self._conversation.messages, message])
+
+    def _retry(self) -> None:
+        if (question := self._conversation.question()) is None:
+            _say("nothing to answer anew")
+        else:
+            self._reply(question)
+
+    def _reply(self, messages: list[Message]) -> None:
+        """Answer these messages; they become the conversation once a token of it was seen."""
+        if self._shift:
+            length = self._chat.runner.context_length
+            most = bounded(self._chat, self._request).max_new_tokens or 0
+            messages, dropped = with_room(messages, min(most, length // 4), length, self._count)
+            if dropped:
+                what = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
+                _say(f"(the context of {length} tokens is full: {what} dropped)")
+        result = self._answer(messages)
         if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
-            self._messages += [user, {"role": "assistant", "content": result.text}]
+            self._conversation.messages = [*messages, {"role": "assistant", "content": result.content}]
+        for call in result.tool_calls or []:
+            _say(f"(calls {call.name}; give its result with /tool)")
+
+    def _answer(self, prompt: str | list[Message]) -> Answer:
+        result = answer(self._chat, prompt, bounded(self._chat, self._request), on_token=self._show)
+        self._end()
+        self._last = result
         if result.finish_reason not in ("eos", "stop"):
             _say(f"({result.finish_reason})")
         self._report(result)
+        return result
 
-    def _system(self, text: str | None) -> None:
-        self._messages = [{"role": "system", "content": text}] if text else []
-        self._kept = len(self._messages)
+    def _count(self, messages: Sequence[Message]) -> int:
+        request = self._request
+        return len(
+            self._chat.prompt_ids(messages, tools=request.tools, enable_thinking=request.enable_thinking)
+        )
 
     def _params(self) -> None:
-        _say(self._chat.options(self._request).describe())
+        _say(self._chat.options(bounded(self._chat, self._request)).describe())
         if ignored := self._chat.defaults.ignored:
             _say(f"not supported, of generation_config.json: {', '.join(ignored)}")
+
+    def _set(self, rest: str) -> None:
+        name, _, text = rest.partition(" ")
+        if name:
+            request = changed(self._request, name, text.strip())
+            verify_options(self._chat.runner, self._chat.options(request))
+            self._request = request
+        self._params()
+
+    def _save(self, path: Path) -> None:
+        self._chat.save(path, messages=self._conversation.messages)
+        _say(f"saved {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
+
+    def _load(self, path: Path) -> None:
+        self._conversation.messages = self._chat.load(path)
+        _say(f"loaded {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
 
     def _stats(self) -> None:
         used, length = self._chat.context_used, self._chat.runner.context_length
@@ -115,10 +199,13 @@ class Repl:
             _say(f"last answer: {_number(ttft)} ms to the first token, {_number(speed)} tokens/s")
 
 
-def enable_line_editing() -> None:
-    """Arrow keys and history in `input`, where the platform has them."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - importing it is what enables it
+def _path(command: str, text: str) -> Path:
+    if not text:
+        raise UserError(f"{command}: a file is wanted, as {command} session.qwen")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # no such user
+        return Path(text)
 
 
 def _say(text: str) -> None:

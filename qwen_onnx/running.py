@@ -8,23 +8,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from qwen_onnx.answer import answer
+from qwen_onnx.answer import answer, bounded
 from qwen_onnx.contract import DTYPES, EXPORT_DTYPES, MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.repl import Repl, enable_line_editing
+from qwen_onnx.line_reader import LineReader, can_edit, read_plain
+from qwen_onnx.repl import COMMANDS, Repl
 from qwen_onnx.runners.chat import Chat, Message
 from qwen_onnx.runners.generate import verify_options
 from qwen_onnx.runners.generation_options import GenerationRequest
 from qwen_onnx.runners.providers import missing_library, verify_provider
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.session import ONE_DISTRIBUTION, SessionOptions, installed_distributions
-from qwen_onnx.showing import report, show
+from qwen_onnx.showing import Screen, has_colors, report
 
 if TYPE_CHECKING:
     from qwen_onnx.hub import ModelSource
 
-MOST_TOKENS = 1024
-"""Of an answer, where neither the command line nor generation_config.json says how many."""
+CONTEXT_FULL = ("shift", "stop")
+"""What happens in a chat when the context is full: the oldest turns go, or the turn is refused."""
 
 _NO_TEMPLATE = "no chat template; use --raw to complete text"
 
@@ -45,6 +46,9 @@ class RunOptions:
     max_context: int | None
     stats: bool
     as_json: bool
+    show_thinking: bool
+    color: bool
+    context_full: str
     cache_dir: Path | None
 
 
@@ -62,6 +66,8 @@ def run_model(options: RunOptions) -> int:
         raise UserError("--json answers one prompt: give it with -p, --prompt-ids or a pipe")
     if options.system is not None and (options.raw or options.prompt_ids is not None):
         raise UserError("--system belongs to the chat template; --raw and --prompt-ids use none")
+    if options.context_full not in CONTEXT_FULL:
+        raise UserError(f"--context-full {options.context_full!r}: {' or '.join(CONTEXT_FULL)} wanted")
     if options.dtype not in (None, *EXPORT_DTYPES):
         raise UserError(f"dtype {options.dtype!r} is not known; choose one of {', '.join(EXPORT_DTYPES)}")
     prompt = None if chatting else _prompt(options)
@@ -69,48 +75,50 @@ def run_model(options: RunOptions) -> int:
     if chat.template is None and not options.raw and options.prompt_ids is None:
         missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
         raise UserError(f"{chat.runner.folder}: has {missing}")
+    _verify_for_template(chat, options)
     if chatting:
         return _chat(chat, options)
+    screen = Screen(chat, show_thinking=options.show_thinking, color=options.color)
     result = answer(
         chat,
         prompt or [],
-        _bounded(chat, options.request),
-        on_token=lambda token: None if options.as_json else show(chat, token),
+        bounded(chat, options.request),
+        on_token=lambda token, said: None if options.as_json else screen.show(token, said),
     )
-    print(json.dumps(result.as_json(chat)) if options.as_json else "", flush=True)
+    if options.as_json:
+        print(json.dumps(result.as_json(chat)), flush=True)
+    else:
+        screen.end()
     if options.stats:
         report(chat, result)
     return 130 if result.finish_reason == "interrupted" else 0
 
 
 def _chat(chat: Chat, options: RunOptions) -> int:
-    request = _bounded(chat, options.request)
-    verify_options(chat.runner, chat.options(request))  # now, and not as the end of every answer
-    enable_line_editing()
+    verify_options(chat.runner, chat.options(options.request))  # now, and not as the end of every answer
+    screen = Screen(chat, show_thinking=options.show_thinking, color=options.color)
     repl = Repl(
         chat,
-        request,
+        options.request,
         system=options.system,
         raw=options.raw,
-        show=lambda token: show(chat, token),
+        shift=options.context_full == "shift",
+        show=screen.show,
+        end=screen.end,
         report=lambda result: report(chat, result) if options.stats else None,
     )
-    return repl.run(_read_line)
+    if not can_edit():
+        return repl.run(read_plain)
+    return repl.run(LineReader(commands=COMMANDS, status=repl.status, color=options.color and has_colors()))
 
 
-def _bounded(chat: Chat, request: GenerationRequest) -> GenerationRequest:
-    """With a number of tokens that an answer ends at, whoever says it."""
-    given = (request.max_new_tokens, chat.defaults.max_new_tokens)
-    most = next((count for count in given if count is not None), MOST_TOKENS)
-    return dataclasses.replace(request, max_new_tokens=most)
-
-
-def _read_line(prompt: str) -> str:
-    if sys.stdout.isatty():
-        return input(prompt)
-    # Answers go to a file or a pipe: the prompt is none.
-    print(prompt, end="", file=sys.stderr, flush=True)
-    return input()
+def _verify_for_template(chat: Chat, options: RunOptions) -> None:
+    """Raises UserError for an option that the chat template would pass over without a word."""
+    source = chat.template.source if chat.template else ""
+    if options.request.enable_thinking is not None and "enable_thinking" not in source:
+        raise UserError(f"{chat.runner.folder}: its chat template has no switch for --think and --no-think")
+    if options.request.tools is not None and "tools" not in source:
+        raise UserError(f"{chat.runner.folder}: its chat template shows no tools to the model")
 
 
 def _stdin() -> TextIO:

@@ -2,27 +2,84 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from qwen_onnx.answer import Answer
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.chat import Chat, Token
+from qwen_onnx.runners.reasoning import Said
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def show(chat: Chat, token: Token) -> None:
-    """Print the text of a token, or its id where there is no tokenizer; on stderr what was asked for beside it."""
-    if token.top_logits:
-        print("  ".join(_labelled(chat, *best) for best in token.top_logits), file=sys.stderr)
-    if token.logprob is not None:
-        pairs = [(token.token_id, token.logprob), *token.top_logprobs]
-        print("logprob " + "  ".join(_labelled(chat, *pair) for pair in pairs), file=sys.stderr)
-    text = token.text if chat.tokenizer else f"{token.token_id} "
-    print(text, end="", flush=True)
+class Screen:
+    """Answers go to stdout; reasoning, dimmed where that can be, and all else to stderr."""
+
+    def __init__(self, chat: Chat, *, show_thinking: bool = True, color: bool = True) -> None:
+        self._chat, self._show_thinking = chat, show_thinking
+        self._dim = color and has_colors()
+        # Of a file or a pipe, every character is the reader's; on a terminal some would be commands to it.
+        self._harmless = sys.stdout.isatty()
+        self._thinking = False
+
+    def show(self, token: Token | None, said: Said) -> None:
+        """Print what one token says, or its id where there is no tokenizer; and what was asked for beside it."""
+        if token is not None:
+            self._details(token)
+        if said.reasoning and self._show_thinking:
+            self._thinking = True
+            text = harmless(said.reasoning)
+            print(f"{_DIM}{text}{_PLAIN}" if self._dim else text, end="", file=sys.stderr, flush=True)
+        text = said.answer
+        if self._chat.tokenizer is None and token is not None:
+            text = f"{token.token_id} "
+        if text and self._thinking:
+            self._end_of_thought()
+        print(harmless(text) if self._harmless else text, end="", flush=True)
+
+    def end(self) -> None:
+        """End the line of an answer."""
+        if self._thinking:
+            self._end_of_thought()
+        print(flush=True)
+
+    def _end_of_thought(self) -> None:
+        self._thinking = False
+        print("\n", file=sys.stderr, flush=True)
+
+    def _details(self, token: Token) -> None:
+        if token.top_logits:
+            print("  ".join(self._labelled(*best) for best in token.top_logits), file=sys.stderr)
+        if token.logprob is not None:
+            pairs = [(token.token_id, token.logprob), *token.top_logprobs]
+            print("logprob " + "  ".join(self._labelled(*pair) for pair in pairs), file=sys.stderr)
+
+    def _labelled(self, token_id: int, logit: float) -> str:
+        tokenizer = self._chat.tokenizer
+        text = tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else ""
+        return f"{token_id} {text!r} {logit:.3f}"
 
 
-def _labelled(chat: Chat, token_id: int, logit: float) -> str:
-    text = chat.tokenizer.decode([token_id], skip_special_tokens=False) if chat.tokenizer else ""
-    return f"{token_id} {text!r} {logit:.3f}"
+def has_colors() -> bool:
+    """stderr is a terminal that shows them, and nobody asked for none (https://no-color.org)."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def harmless(text: str) -> str:
+    """A text that is no command to a terminal: control characters, but for line ends and tabs, are spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" or not _is_control(c) else _spelled(c) for c in text)
+
+
+def _is_control(character: str) -> bool:
+    code = ord(character)
+    return code < 0x20 or 0x7F <= code < 0xA0
+
+
+def _spelled(character: str) -> str:
+    return "" if character == "\r" else character.encode("unicode_escape").decode()
 
 
 def report(chat: Chat, result: Answer) -> None:

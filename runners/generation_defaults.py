@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from qwen_onnx.contract import read_json
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, printable
 from qwen_onnx.runners.sampling_options import SamplingOptions, verify_count
 from qwen_onnx.runners.stop_strings import verified_stop
 
@@ -69,7 +69,7 @@ def read_defaults(folder: Path) -> GenerationDefaults:
             min_new_tokens=values.get("min_new_tokens", 0),
             stop=verified_stop(values.get(_STOP_STRINGS, ())),
             ignored=tuple(
-                f"{name} {value}" for name, value in ignored.items() if _NEUTRAL.get(name) != value
+                printable(f"{name} {value}") for name, value in ignored.items() if _NEUTRAL.get(name) != value
             ),
         )
     except UserError as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.sampling_options import Sampling, SamplingOptions, verify_count
+from qwen_onnx.runners.stop_strings import verified_stop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,15 @@ class GenerationRequest:
             type(self.max_new_tokens) is not int or self.max_new_tokens < 0
         ):
             raise UserError(f"max_new_tokens {self.max_new_tokens!r}: a whole number wanted, or None")
+        if type(self.top_logits) is not int or self.top_logits < 0:
+            raise UserError(f"top_logits {self.top_logits!r}: a whole number of 0 or more wanted")
+        for name in ("ignore_eos", "reuse_cache"):
+            if type(getattr(self, name)) is not bool:
+                raise UserError(f"{name} {getattr(self, name)!r}: True or False wanted")
+        if self.enable_thinking not in (None, True, False):
+            raise UserError(f"enable_thinking {self.enable_thinking!r}: True, False or None wanted")
+        if self.stop is not None:
+            verified_stop(self.stop)
         verify_count("min_new_tokens", self.min_new_tokens)
         verify_count("logprobs", self.logprobs)
         if not isinstance(self.sampling, SamplingOptions):

@@ -29,6 +29,9 @@ SILENT = 4
 # Flash, memory-efficient and unfused attention, and not cuDNN's, which Hopper would get: it plans anew for each
 # length of prompt, and rotates and appends in kernels of their own.
 _SDPA_KERNELS = str(1 + 2 + 16)
+_OUT_OF_MEMORY = re.compile(
+    r"bad_alloc|Cannot allocate memory|Failed to allocate memory(?: for requested buffer of size (\d+))?"
+)
 _MOST_THREADS = 1024  # far above any machine's cores; making more of them takes minutes
 
 
@@ -191,6 +194,9 @@ def provider_options(
 def first_line(error: BaseException) -> str:
     """An exception's message without its stack and line breaks; of a CUDA call's, what CUDA says."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if full := _OUT_OF_MEMORY.search(text):
+        wanted = f" ({int(full[1]):,} bytes more were wanted)" if full[1] else ""
+        return f"out of memory{wanted}; free some, or take a smaller model, dtype or --max-context"
     found = re.search(r"CU\w+ failure \d+: [^;]+", text)
     return found[0].strip() if found else text
 

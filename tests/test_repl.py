@@ -10,7 +10,7 @@ import pytest
 from chats import endless, tiny
 
 from qwen_onnx import SamplingOptions, UserError, load
-from qwen_onnx.repl import Repl
+from qwen_onnx.repl import COMMANDS, Repl
 from qwen_onnx.runners.chat import Token
 from qwen_onnx.runners.generate import FinishReason
 from qwen_onnx.runners.generation_options import GenerationRequest
@@ -23,15 +23,17 @@ class ScriptedChat:
 
     def __init__(self, *answers: str | UserError) -> None:
         self.asked: list[Any] = []
-        self.context_used = 0
+        self.context_used, self.tokenizer = 0, None
+        self.defaults = SimpleNamespace(max_new_tokens=None)
         self.runner = SimpleNamespace(context_length=100, manifest=SimpleNamespace(model_id="a/model"))
         self._answers = list(answers)
 
     def prompt_ids(self, prompt: Any, **_: Any) -> list[int]:
-        self.asked.append(prompt)
+        self._prompt = prompt
         return [1, 2, 3]
 
     def stream(self, prompt_ids: list[int], request: GenerationRequest) -> Iterator[Token]:
+        self.asked.append(self._prompt)
         said = self._answers.pop(0)
         if isinstance(said, UserError):
             raise said
@@ -60,10 +62,10 @@ def talk(
             raise line
         return line
 
-    own = {name: settings.pop(name) for name in ("system", "raw", "report") if name in settings}
+    own = {name: settings.pop(name) for name in ("system", "raw", "report", "shift") if name in settings}
     request = GenerationRequest(**{"max_new_tokens": 50, **settings})
-    show = show or (lambda token: print(token.text, end=""))
-    repl = Repl(chat, request, show=show, **{"system": None, **own})
+    say = show or (lambda token: print(token.text, end=""))
+    repl = Repl(chat, request, show=lambda token, _: None if token is None else say(token), **own)
     code = repl.run(read)
     assert next(script, None) is None, "left before the end of the script"
     return code
@@ -96,13 +98,14 @@ def test_empty_lines_are_ignored() -> None:
 def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     talk(ScriptedChat(), "/help", CTRL_D)
     err = capsys.readouterr().err
-    for command in ("/help", "/clear", "/system", "/params", "/stats", "/exit", "Ctrl-D", "Ctrl-C"):
+    for command in (*COMMANDS, "Ctrl-D", "Ctrl-C", "backslash"):
         assert command in err
+    assert len(COMMANDS) == 12
 
 
-def test_clear_forgets_all_but_the_system_message() -> None:
+def test_reset_forgets_all_but_the_system_message() -> None:
     chat = ScriptedChat("a", "b", "c")
-    talk(chat, "one", "/clear", "two", "three", CTRL_D, system="Be brief.")
+    talk(chat, "one", "/reset", "two", "three", CTRL_D, system="Be brief.")
     system = ("system", "Be brief.")
     assert users(chat.asked[1]) == [system, ("user", "two")]
     assert users(chat.asked[2]) == [system, ("user", "two"), ("assistant", "b"), ("user", "three")]
@@ -254,4 +257,4 @@ def test_an_answer_interrupted_before_its_first_token_is_not_remembered(
 
     monkeypatch.setattr(chat, "stream", interrupted_once)
     assert talk(chat, "one", "two", CTRL_D) == 0
-    assert users(chat.asked[1]) == [("user", "two")]
+    assert [users(asked) for asked in chat.asked] == [[("user", "two")]]

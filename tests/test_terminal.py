@@ -8,11 +8,11 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from chats import endless
+from chats import endless, tiny
 from command import child
 
 if sys.platform == "win32":
@@ -120,6 +120,109 @@ def test_ctrl_c_twice_at_the_prompt() -> None:
             assert process.returncode == 130
     finally:
         os.close(ours)
+
+
+READY = b"\x1b[?2004h"  # what a prompt begins with: pasted lines are asked to come marked as such
+
+
+@contextlib.contextmanager
+def session(*arguments: object, history: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
+    """`run` on a terminal that can move its cursor, at its first prompt."""
+    ours, theirs = os.openpty()
+    settings = {
+        "stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True,
+        # This terminal does not say where its cursor is.
+        "environment": {
+            "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "QWEN_ONNX_HISTORY": str(history), "NO_COLOR": "1",
+        },
+    }  # fmt: skip
+    try:
+        with child("run", *arguments, "--provider", "cpu", program=CONTROLLING, **settings) as process:
+            os.close(theirs)
+            terminal = Terminal(ours)
+            terminal.wait_for(b"/help for commands")
+            terminal.wait_for(READY)
+            yield terminal, process
+    finally:
+        os.close(ours)
+
+
+def test_a_new_users_session(tmp_path: Path) -> None:
+    """Start, ask, interrupt, ask again, undo, change a parameter, save, quit, load, continue."""
+    history, saved = tmp_path / "state" / "history", tmp_path / "ada.qwen"
+
+    with session(tiny(), history=history) as (terminal, process):
+
+        def say(line: str, *wanted: str) -> None:
+            terminal.type(line.encode() + b"\r")
+            for text in wanted:
+                terminal.wait_for(text.encode())
+            terminal.wait_for(READY)
+
+        say("My name is Ada.", "Nice to meet you, Ada!\r\n")
+        say("/set ignore_eos on", "max_new_tokens 1024")
+        terminal.type(b"What is 2 plus 2?\r")
+        terminal.wait_for(b"2 plus 2 is 4.")  # and what comes after it has no end
+        terminal.type(b"\x03")
+        terminal.wait_for(b"(interrupted)")
+        terminal.wait_for(READY)
+        say("/set ignore_eos off", "max_new_tokens 1024")
+        say("/undo")
+        say("What is \\\r3 plus 4?", "3 plus 4 is 7.\r\n")
+        terminal.type(b"half a line\x03")  # cleared, and not sent
+        say("What is the capital of France?", "Paris")
+        say("/undo")
+        say("/set temperature 0.01", "sampling, temperature 0.01, ")
+        say(f"/save {saved}", "saved ")
+        say("/stats", "tokens used")
+        terminal.type(b"/quit\r")
+        assert process.wait(PATIENCE) == 0
+
+    asked = [line[1:] for line in history.read_text(encoding="utf-8").splitlines() if line.startswith("+")]
+    assert asked[0] == "My name is Ada."
+    assert asked[-1] == "/quit"
+    assert "half a line" not in asked
+    assert history.stat().st_mode & 0o077 == 0, "others can read it"
+
+    with session(tiny(), history=history) as (terminal, process):
+        terminal.type(f"/load {saved}\r".encode())
+        terminal.wait_for(b": 2 turns, ")
+        terminal.wait_for(READY)
+        terminal.type(b"What is my name?\r")
+        terminal.wait_for(b"Your name is Ada.\r\n")
+        terminal.wait_for(READY)
+        terminal.type(b"\x1b[A")  # the last question, once more
+        terminal.wait_for(b"What is my name?")
+        terminal.type(b"\r")
+        terminal.wait_for(b"Your name is Ada.\r\n")
+        terminal.wait_for(READY)
+        terminal.type(b"\x04")
+        assert process.wait(PATIENCE) == 0
+
+
+def test_a_history_that_cannot_be_kept_is_no_reason_to_end(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with session(tiny(), history=tmp_path / "file" / "history") as (terminal, process):
+        terminal.type(b"What is 3 plus 4?\r")
+        terminal.wait_for(b"3 plus 4 is 7.")
+        terminal.wait_for(READY)
+        terminal.type(b"\x03")
+        terminal.wait_for(b"Ctrl-C again")
+        terminal.wait_for(READY)
+        terminal.type(b"\x03")
+        assert process.wait(PATIENCE) == 130
+
+
+def test_lines_that_are_pasted_are_one_question(tmp_path: Path) -> None:
+    """Each pasted line is a question of its own."""
+    with session(tiny(), history=tmp_path / "history") as (terminal, process):
+        terminal.type(b"\x1b[200~What is\n3 plus 4?\x1b[201~")
+        terminal.wait_for(b"... 3 plus 4?")
+        terminal.type(b"\r")
+        terminal.wait_for(b"3 plus 4 is 7.")
+        terminal.wait_for(READY)
+        terminal.type(b"\x04")
+        assert process.wait(PATIENCE) == 0
 
 
 def test_an_export_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:

@@ -34,11 +34,13 @@ IDS = (
 )
 SWITCHES = (
     "--stats", "--json", "--raw", "--speculate", "--ignore-eos", "--no-prepack", "--greedy-on-device", "--tf32",
-    "--prepack", "--no-such",
+    "--prepack", "--no-such", "--greedy", "--think", "--no-think", "--hide-thinking", "--no-cache-reuse",
+    "--no-color",
 )  # fmt: skip
 VALUES = (
     "-p", "--max-new-tokens", "--max-context", "--dtype", "--provider", "--top-logits", "--system", "--threads",
-    "--revision", "--gpu-mem-limit",
+    "--revision", "--gpu-mem-limit", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop",
+    "--logit-bias", "--logprobs", "--min-new-tokens", "--repetition-penalty", "--context-full", "--tools",
 )  # fmt: skip
 
 
@@ -67,9 +69,8 @@ def damaged_command(rng: random.Random, export: Path, checkpoint: Path, scratch:
 
 
 def _arguments(rng: random.Random, export: str, checkpoint: str) -> list[str]:
-    places = (checkpoint, ".", "none", "./none", "../none", "", "a\0b", "a\nb", "~")
+    places = (checkpoint, ".", "none", "./none", "../none", "", "a\0b", "a\nb", "~", "~x", "x" * 300)
     verb = rng.choice(("run",) * 10 + VERBS)
-    places += ("x" * 300, "~x") if verb in ("info", "check", "bench", "build") else ()
     arguments = [verb]
     if rng.random() < 0.9:
         arguments.append(rng.choice((export,) * 8 + places))

@@ -31,7 +31,9 @@ from qwen_onnx.config import parse_config
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.chat_template import ChatTemplate
+from qwen_onnx.runners.generation_defaults import read_defaults
 from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.sampling_options import SamplingOptions, in_force
 from qwen_onnx.runners.session import SessionOptions
 from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import Tokenizer
@@ -128,10 +130,17 @@ def config_of_weights(rng: random.Random, base: Base) -> None:
 def generation_config(rng: random.Random, base: Base) -> None:
     """generation_config.json."""
     folder = _folder(base, "generation")
-    value = {"eos_token_id": rng.choice(([361, 362], 361, None)), "temperature": 0.7, "bos_token_id": None}
+    value = {
+        "eos_token_id": rng.choice(([361, 362], 361, None)), "bos_token_id": None, "do_sample": True,
+        "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1, "stop_strings": ["END"],
+        "max_new_tokens": 99, "min_new_tokens": 1, "num_beams": 1,
+    }  # fmt: skip
     (folder / "generation_config.json").write_bytes(damaged_json(rng, value, EXTRA))
     found = stop_ids(folder, base.tokenizer, None)
     assert all(type(token_id) is int and token_id >= 0 for token_id in found)
+    defaults = read_defaults(folder)
+    assert all(line.isprintable() for line in defaults.ignored)
+    assert in_force(SamplingOptions(), defaults.sampling).describe().isprintable()
 
 
 def tokenizer_json(rng: random.Random, base: Base) -> None:

@@ -1,0 +1,126 @@
+"""Lines from a person at a terminal: edited, remembered from one session to the next, several at once if need be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import platformdirs
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings
+
+HISTORY_VARIABLE = "QWEN_ONNX_HISTORY"
+
+
+def read_plain(prompt: str) -> str:
+    """A line from stdin, the prompt on stderr; a line that ends in a backslash goes on in the next.
+
+    Raises:
+        EOFError: at the end of stdin, or Ctrl-D.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    lines = []
+    while True:
+        print(prompt, end="", file=sys.stderr, flush=True)
+        lines.append(input())
+        if not lines[-1].endswith("\\"):
+            return "\n".join(lines)
+        lines[-1], prompt = lines[-1][:-1], "... "
+
+
+class LineReader:
+    """Reads with prompt_toolkit, on stderr: stdout is for answers.
+
+    Enter sends; Alt-Enter, or Enter after a backslash, begins a new line, and what is pasted keeps its lines. Ctrl-C
+    clears what is typed, before it means anything else.
+    """
+
+    def __init__(self, *, commands: Sequence[str], status: Callable[[], str], color: bool) -> None:
+        """Tab completes `commands`; `status` is shown at the right end of the line."""
+        from prompt_toolkit import PromptSession  # here, because it takes a tenth of a second
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.output import ColorDepth, create_output
+
+        self._session: PromptSession[str] = PromptSession(
+            multiline=True,
+            prompt_continuation="... ",
+            rprompt=status,
+            key_bindings=_keys(),
+            history=_history(),
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=False,
+            color_depth=None if color else ColorDepth.DEPTH_1_BIT,
+            output=create_output(stdout=sys.stderr),
+        )
+
+    def __call__(self, prompt: str) -> str:
+        """The next line or lines. Raises EOFError for Ctrl-D in an empty line, KeyboardInterrupt for Ctrl-C."""
+        return self._session.prompt(prompt)
+
+
+def can_edit() -> bool:
+    """Somebody sits at a terminal that moves its cursor."""
+    moves = os.name == "nt" or os.environ.get("TERM", "dumb") != "dumb"
+    return moves and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def history_file() -> Path | None:
+    """$QWEN_ONNX_HISTORY, or in the user's state folder; None where that variable is empty: nothing is kept."""
+    if (given := os.environ.get(HISTORY_VARIABLE)) is not None:
+        return Path(given) if given else None
+    return platformdirs.user_state_path("qwen-onnx", appauthor=False) / "history"
+
+
+def _history() -> History:
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            with contextlib.suppress(OSError):  # a full disk is no reason to lose the session
+                super().store_string(string)
+
+    path = history_file()
+    if path is None:
+        return InMemoryHistory()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what somebody asked is nobody else's
+    except OSError as error:
+        print(f"note: no history of this session ({path}: {error.strerror or error})", file=sys.stderr)
+        return InMemoryHistory()
+    return Kept(path)
+
+
+def _keys() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\":
+            buffer.delete_before_cursor()
+            buffer.newline()
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("c-c")
+    def _clear(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
+
+    @keys.add("escape", "enter")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.newline()
+
+    return keys
