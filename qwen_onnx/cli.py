@@ -286,6 +286,28 @@ def bench(
 
 
 @app.command()
+def score(
+    export: Annotated[Path, typer.Argument(help="Export folder.")],
+    file: Annotated[str, typer.Argument(help="UTF-8 text, or - for stdin.")],
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Each token with its log-probability too.")
+    ] = False,
+    provider: Provider = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Default all physical cores.")] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Most tokens that one is given; default all of the export's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+) -> None:
+    """Show the log-probability and perplexity of a text."""
+    from qwen_onnx.runners.session import SessionOptions
+    from qwen_onnx.scoring import score_file
+
+    options = SessionOptions(provider, threads=threads)
+    print(score_file(export, file, options, max_context=max_context, tokens=tokens, as_json=as_json))
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from qwen_onnx.runners.generation_defaults import read_defaults
 from qwen_onnx.runners.generation_options import GenerationOptions, GenerationRequest
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.sampling_options import SamplingOptions, in_force
+from qwen_onnx.runners.saved_session import load_session, save_session
+from qwen_onnx.runners.score import Score, score_ids
 from qwen_onnx.runners.stop_strings import StopStrings, verified_stop
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -86,9 +89,17 @@ class Chat:
         return self._cache.nbytes
 
     def prompt_ids(
-        self, prompt: Prompt, *, tools: Tools | None = None, enable_thinking: bool | None = None
+        self,
+        prompt: Prompt,
+        *,
+        tools: Tools | None = None,
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of a raw text, of ids (as they are), or of messages under the chat template.
+
+        Args:
+            add_generation_prompt: messages end where the model is to answer.
 
         Raises:
             UserError: the export has no tokenizer or template, they refuse the input, or an id has no row.
@@ -107,8 +118,48 @@ class Chat:
             raise UserError("a prompt is a text, a list of token ids or a list of messages, not a mixture")
         if self.template is None:
             raise UserError(f"{self.runner.folder}: has no chat template; give raw text or token ids")
-        text = self.template.render(messages, tools=tools, enable_thinking=enable_thinking)
+        text = self.template.render(
+            messages,
+            tools=tools,
+            enable_thinking=enable_thinking,
+            add_generation_prompt=add_generation_prompt,
+        )
         return self._tokenizer().encode(text, add_special_tokens=False)
+
+    def score(self, prompt: Prompt) -> Score:
+        """How likely the model finds a text, token ids or a conversation; the Chat's own cache stays what it is.
+
+        The `score` graph is opened at the first call, weights that are in private memory once more for it; where the
+        export has none for the provider, the tokens go one by one.
+
+        Raises:
+            UserError: as `generate`, or fewer than two tokens.
+            NonFiniteLogitsError: the model computed NaN or infinity.
+        """
+        ids = self.prompt_ids(prompt, add_generation_prompt=False)
+        return score_ids(self.runner, ids, size=self._size, holes=self._holes)
+
+    def save(self, path: str | Path, *, messages: Sequence[Message] = ()) -> None:
+        """Write the conversation's cache to a file, and messages for whoever loads it; a file, or nothing new.
+
+        Raises:
+            UserError: it cannot be written, or what stands at `path` is no saved session.
+        """
+        save_session(Path(path), self._cache, self.runner.manifest, messages)
+
+    def load(self, path: str | Path) -> list[Message]:
+        """Go on with a saved conversation in place of this one; the messages it was saved with.
+
+        A prompt that begins like it computes only what is new. Where the cache is of another type here (f16 on a GPU,
+        f32 on a CPU), the file's is left where it is and the next prompt is computed anew.
+
+        Raises:
+            UserError: no session that this model saved, a damaged one, or one longer than the context; the
+                conversation is then what it was.
+        """
+        cache, messages = load_session(Path(path), self.runner)
+        self._turn, self._cache = self._turn + 1, cache
+        return list(messages)
 
     def options(self, request: GenerationRequest) -> GenerationOptions:
         """The values that an answer goes by: those asked for, and of the rest what generation_config.json says.

@@ -31,6 +31,10 @@ class GrowingCache(KVCache):
         buffers.values = [self._allocate(0) for _ in buffers.values]
         return buffers
 
+    def _make_room(self, length: int) -> None:
+        self._widen(self._bucket(length))
+        self._held.values = [self._allocate(length) for _ in range(self._count)]
+
     def _grow(self, wanted: int, grow: Grow) -> None:
         """The host's account of the tokens only: a step brings its own tensors."""
         self._widen(self._bucket(wanted))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,13 @@ BLOCK = 64
 """Slots that a cache grows by, where it grows tightly: products over them are fastest at round numbers."""
 ELEMENT_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}
 """As onnx.TensorProto numbers them; numpy has no bfloat16."""
+
+HOST_TYPES: dict[str, type[np.generic]] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+}
+"""What a buffer's numbers are on the host: of bfloat16 the bits."""
 
 Grow = Callable[["onnxruntime.OrtValue", "onnxruntime.OrtValue"], None]
 
@@ -138,6 +145,47 @@ class KVCache:
         counts: NDArray[np.int64] = self._mask[:, :end].sum(axis=1)
         return counts
 
+    @property
+    def dtype(self) -> str:
+        """Of the buffers: float32, float16 or bfloat16."""
+        return self._spec.dtype
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """The ids in the slots of row 0, [length]."""
+        return self._token_ids[0, : self.length].copy()
+
+    def read(self) -> Iterator[NDArray[Any]]:
+        """Copies of row 0's live slots, buffer after buffer, [kv heads, length, head_dim] of HOST_TYPES."""
+        for value in self.buffers:
+            host = np.empty(value.shape(), HOST_TYPES[self.dtype])
+            if self.length:
+                self._over(host).update_inplace(value)
+            yield host[0, :, : self.length]
+
+    def fill(self, token_ids: NDArray[np.int64], slots: Iterable[NDArray[Any]]) -> None:
+        """Hold ids [length] in place of what row 0 holds, and for them what `read` gave.
+
+        What `slots` raises, at its end too, leaves an empty cache.
+
+        Raises:
+            UserError: it does not fit on the device.
+        """
+        self.truncate(0)
+        length = token_ids.size
+        try:
+            self._make_room(length)
+            for live, value in zip(slots, self.buffers, strict=True):
+                host = np.zeros(value.shape(), live.dtype)
+                host[0, :, :length] = live
+                if length:
+                    value.update_inplace(self._over(host))
+        except BaseException:  # there may be what is no number
+            self._restart()
+            raise
+        self._token_ids[0, :length], self._mask[0, :length] = token_ids, 1
+        self.length = length
+
     def shared_prefix(self, token_ids: Sequence[int]) -> int:
         """How many of these ids, from the first on, row 0 holds already."""
         count = min(self.length, len(token_ids))
@@ -189,6 +237,13 @@ class KVCache:
             self._restart()
             raise
 
+    def _make_room(self, length: int) -> None:
+        """Buffers of so many slots; what they hold does not matter."""
+        if not self.buffers or length > self.capacity:
+            self._held.values, self._held.binding = [], None  # before the new ones are made
+            self._widen(self._bucket(length))
+            self._held.values = [self._allocate(self.capacity) for _ in range(self._count)]
+
     def _bucket(self, wanted: int) -> int:
         capacity = self.capacity
         while capacity < wanted:
@@ -221,8 +276,7 @@ class KVCache:
             if self._spec.dtype != "bfloat16":
                 return ort_value.ortvalue_from_numpy(np.zeros(shape, self._spec.dtype), self._device)
             buffer = ort_value.ortvalue_from_shape_and_type(shape, self.element_type, self._device)
-            zeros = np.zeros(shape, np.uint16)
-            buffer.update_inplace(ort_value.ortvalue_from_numpy_with_onnx_type(zeros, self.element_type))
+            buffer.update_inplace(self._over(np.zeros(shape, np.uint16)))
             return buffer
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             if self._idle:  # memory that nobody uses
@@ -232,6 +286,13 @@ class KVCache:
                 f"a KV cache of {capacity} tokens x {self.batch_size} does not fit ({first_line(error)}); "
                 "use a smaller --max-context"
             ) from None
+
+    def _over(self, host: NDArray[Any]) -> Any:
+        """A value on the CPU, of the buffers' type, over the array's own memory."""
+        ort_value = import_onnxruntime().OrtValue
+        if self.dtype == "bfloat16":
+            return ort_value.ortvalue_from_numpy_with_onnx_type(host, self.element_type)
+        return ort_value.ortvalue_from_numpy(host)
 
 
 def _taken(idle: list[Buffers], batch_size: int) -> Buffers | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -44,11 +47,13 @@ class Runner:
         *,
         max_context: int | None = None,
         prefill_chunk: int | None = None,
+        for_scores: bool = False,
     ) -> None:
         """Open an exported folder.
 
         Args:
             prefill_chunk: most tokens of a prompt computed at a time; None: by what the export is.
+            for_scores: open the `score` graph and no other, where there is one for the provider.
 
         Raises:
             UserError: not an export, damaged, or the provider does not start.
@@ -65,13 +70,19 @@ class Runner:
             raise ValueError(f"prefill_chunk {prefill_chunk}: 1 or more wanted")
         self._prefill_chunk = min(prefill_chunk, self.context_length)
         verify_texts(folder, self.manifest)
+        self._scorer: Runner | None = None
+        self._opening = threading.Lock()
+        self._open(options, for_scores=for_scores and self._has_scores)
+
+    def _open(self, options: SessionOptions, *, for_scores: bool) -> None:
         self._opened = open_graph(
-            folder,
+            self.folder,
             self.manifest,
             self.provider,
             options,
             context_length=self.context_length,
             prefill_chunk=self._prefill_chunk,
+            for_scores=for_scores,
         )
         self._steps = self._opened.steps
 
@@ -169,17 +180,39 @@ class Runner:
         """The graph puts out logits after several tokens: `score` works."""
         return self.graph.entry == "score"
 
+    @property
+    def _has_scores(self) -> bool:
+        graphs = self.manifest.graphs
+        return any(graph.entry == "score" and self.provider in graph.providers for graph in graphs)
+
+    def scorer(self) -> Runner:
+        """A runner whose `score` works: this one, or one of the same export, opened when first asked for.
+
+        This one too where the export has no `score` graph for the provider: its `decode` gives the same logits.
+
+        Raises:
+            UserError: the graph is damaged, or does not load.
+        """
+        if self.scores or not self._has_scores:
+            return self
+        with self._opening:
+            if self._scorer is None:
+                scorer = copy.copy(self)
+                scorer._open(dataclasses.replace(self.options, greedy_on_device=False), for_scores=True)
+                self._scorer = scorer
+        return self._scorer
+
     def score(self, cache: KVCache, input_ids: NDArray[np.int64], count: int) -> NDArray[np.float32]:
         """Append tokens, at most a chunk, in one step; f32 logits after the last `count`, [batch, count, vocab].
 
         Raises:
-            ValueError: not opened with `speculate`.
+            ValueError: `scores` is False.
             UserError, NonFiniteLogitsError: as `prefill`.
         """
         steps = self._steps
         if not self.scores or not isinstance(steps, Scorer):
-            raise ValueError("not opened with speculate")
-        if not 0 < count <= input_ids.shape[1] <= self._chunk(cache):
+            raise ValueError("not opened with speculate or for_scores")
+        if not 0 < count <= input_ids.shape[1] <= self.chunk(cache):
             raise ValueError(
                 f"{input_ids.shape[1]} tokens, {count} logits: at most a chunk of tokens is possible"
             )
@@ -232,7 +265,7 @@ class Runner:
         self._verify(cache, input_ids)
         done = 0
         while done < input_ids.shape[1]:
-            chunk = slice(done, done + self._chunk(cache))
+            chunk = slice(done, done + self.chunk(cache))
             start = cache.length
             try:
                 of_chunk = None if mask is None else mask[:, chunk]
@@ -246,7 +279,8 @@ class Runner:
                 raise
         raise AssertionError("a prompt has tokens")
 
-    def _chunk(self, cache: KVCache) -> int:
+    def chunk(self, cache: KVCache) -> int:
+        """Most tokens that one step appends to this cache."""
         live = cache.batch_size * (cache.length + self._prefill_chunk)
         return max(1, min(self._prefill_chunk, SCORED_PAIRS // live))
 

@@ -118,8 +118,12 @@ def open_graph(
     *,
     context_length: int,
     prefill_chunk: int,
+    for_scores: bool = False,
 ) -> Opened:
     """The graph of an export that serves prefill and decode on a provider that was seen to start.
+
+    Args:
+        for_scores: the `score` graph alone, though others are faster for single tokens.
 
     Raises:
         UserError: the export has none, is damaged, or does not load.
@@ -131,7 +135,9 @@ def open_graph(
             f"--speculate: the activations of {manifest.dtype} round otherwise when several tokens go at once, so "
             "that the answer could be another; use an export in f32, f16 or bf16"
         )
-    entry = "greedy" if options.greedy_on_device else "score" if options.speculate else "prefill"
+    entry = (
+        "greedy" if options.greedy_on_device else "score" if options.speculate or for_scores else "prefill"
+    )
     graph = manifest.graph(entry, provider)
     verify_graph(folder, manifest, graph)
     names, vocab_size = CacheNames.of(manifest.num_hidden_layers), manifest.vocab_size
@@ -160,7 +166,8 @@ def open_graph(
     capture = provider == "cuda" and options.cuda_graph
     if provider == "cuda" and graph.entry == "greedy" and (fault := _cudnn_fault()):
         raise UserError(f"--greedy-on-device needs cuDNN for its argmax: {fault}; or leave it out")
-    decode = _grouped_decode(manifest, provider) if mapped and graph.lowering == "static" else None
+    grouped = None if for_scores else _grouped_decode(manifest, provider)
+    decode = grouped if mapped and graph.lowering == "static" else None
     # Side by side: most of what a session of mapped weights takes is one thread's work on the graph.
     with concurrent.futures.ThreadPoolExecutor(1) as beside:
         of_decode = None
@@ -194,7 +201,6 @@ def open_graph(
             )  # fmt: skip
 
         steps = short = fixed_steps(session, graph)
-        grouped = _grouped_decode(manifest, provider)
         if grouped is not None and not short.chooses:
 
             def open_long() -> FixedSteps | None:
