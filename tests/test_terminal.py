@@ -126,7 +126,9 @@ READY = b"\x1b[?2004h"  # what a prompt begins with: pasted lines are asked to c
 
 
 @contextlib.contextmanager
-def session(*arguments: object, history: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
+def session(
+    *arguments: object, history: Path, **environment: str
+) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """`run` on a terminal that can move its cursor, at its first prompt."""
     ours, theirs = os.openpty()
     settings = {
@@ -134,6 +136,7 @@ def session(*arguments: object, history: Path) -> Iterator[tuple[Terminal, subpr
         # This terminal does not say where its cursor is.
         "environment": {
             "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "QWEN_ONNX_HISTORY": str(history), "NO_COLOR": "1",
+            **environment,
         },
     }  # fmt: skip
     try:
@@ -211,6 +214,18 @@ def test_a_history_that_cannot_be_kept_is_no_reason_to_end(tmp_path: Path) -> No
         terminal.wait_for(READY)
         terminal.type(b"\x03")
         assert process.wait(PATIENCE) == 130
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_terminal_of_few_characters(tmp_path: Path, encoding: str) -> None:
+    """A traceback in place of an answer, for a character that the terminal does not know."""
+    arguments = (endless(), "--max-new-tokens", 60, "--ignore-eos")
+    with session(*arguments, history=tmp_path / "history", PYTHONIOENCODING=encoding) as (terminal, process):
+        terminal.type("好 é🔥\r".encode())
+        terminal.wait_for(b"(length)")
+        terminal.wait_for(READY)
+        terminal.type(b"\x04")
+        assert process.wait(PATIENCE) == 0
 
 
 def test_lines_that_are_pasted_are_one_question(tmp_path: Path) -> None:
