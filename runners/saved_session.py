@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -72,7 +73,7 @@ def save_session(
             digest = hashlib.sha256()
             file.write(prefix := len(header).to_bytes(8, "little") + header)
             digest.update(prefix)
-            for array in (cache.token_ids, *cache.read()):
+            for array in itertools.chain([cache.token_ids], cache.read()):  # one of them in memory
                 file.write(content := array.tobytes())
                 digest.update(content)
             file.seek(prefix.index(_UNKNOWN.encode()))

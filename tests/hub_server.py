@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
+LISTING = "the listing"
+NO_ANSWER = -1
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -39,6 +41,8 @@ class Hub:
     """Model id to what it always answers, without the Hub's own error headers."""
     cut: dict[str, int] = dataclasses.field(default_factory=dict)
     """File name to the bytes sent before its connection is cut; once each."""
+    severed: dict[str, int] = dataclasses.field(default_factory=dict)
+    """File name, or LISTING, to the bytes that are ever sent of it; NO_ANSWER is not even a header."""
     stall: dict[str, int] = dataclasses.field(default_factory=dict)
     """File name to the bytes sent before the server falls silent."""
     stalled: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -152,6 +156,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             headers = {**headers, "Content-Range": f"bytes {first}-{len(data) - 1}/{len(data)}"}
         body = memoryview(data)[first:]
         got = self.command == "GET"
+        if self._severed(name, status, headers, body, first):
+            return
         cut, stall = (self.served.cut.pop(name, None), self.served.stall.get(name)) if got else (None, None)
         self._send(status, headers, body, cut if cut is not None else stall)
         if stall is not None:
@@ -161,7 +167,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _send_json(self, value: Any) -> None:
-        self._send(HTTPStatus.OK, {"Content-Type": "application/json"}, json.dumps(value).encode())
+        headers, body = {"Content-Type": "application/json"}, json.dumps(value).encode()
+        if not self._severed(LISTING, HTTPStatus.OK, headers, body):
+            self._send(HTTPStatus.OK, headers, body)
+
+    def _severed(
+        self,
+        name: str,
+        status: HTTPStatus,
+        headers: dict[str, str],
+        body: bytes | memoryview,
+        first: int = 0,
+    ) -> bool:
+        """The connection is cut in this file, and all that is ever sent of it was sent."""
+        end = self.served.severed.get(name) if self.command == "GET" else None
+        if end is None:
+            return False
+        self.close_connection = True
+        if end != NO_ANSWER:
+            self._send(status, headers, body, max(0, end - first))
+        return True
 
     def _fail(self, status: HTTPStatus, code: str = "", message: str = "") -> None:
         said = {"X-Error-Code": code, "X-Error-Message": message}
