@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Self
 
 from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.generate import FinishReason
@@ -36,6 +37,23 @@ class Answer:
     """Per token, when asked for."""
     logprobs: list[TokenLogprob] | None = None
     """Per token, when asked for."""
+
+    @classmethod
+    def of(
+        cls, prompt_ids: list[int], tokens: Sequence[Token], request: GenerationRequest, reason: FinishReason
+    ) -> Self:
+        """Of the tokens that were made; what was asked for beside them is kept."""
+        last = tokens[-1] if tokens else None
+        return cls(
+            prompt_ids=prompt_ids,
+            token_ids=[token.token_id for token in tokens],
+            text="".join(token.text for token in tokens),
+            finish_reason=reason,
+            ttft_ms=last.ttft_ms if last else None,
+            tokens_per_s=last.tokens_per_s if last else None,
+            top_logits=[list(token.top_logits) for token in tokens] if request.top_logits else None,
+            logprobs=None if request.logprobs is None else [_logprob(token) for token in tokens],
+        )
 
     def as_json(self, chat: Chat) -> dict[str, object]:
         """What `run --json` prints."""
@@ -72,17 +90,7 @@ def answer(
             reason = token.finish_reason or FinishReason.INTERRUPTED
     except KeyboardInterrupt:
         reason = FinishReason.INTERRUPTED
-    last = tokens[-1] if tokens else None
-    return Answer(
-        prompt_ids=prompt_ids,
-        token_ids=[token.token_id for token in tokens],
-        text="".join(token.text for token in tokens),
-        finish_reason=reason,
-        ttft_ms=last.ttft_ms if last else None,
-        tokens_per_s=last.tokens_per_s if last else None,
-        top_logits=[list(token.top_logits) for token in tokens] if request.top_logits else None,
-        logprobs=None if request.logprobs is None else [_logprob(token) for token in tokens],
-    )
+    return Answer.of(prompt_ids, tokens, request, reason)
 
 
 def _logprob(token: Token) -> TokenLogprob:

@@ -34,11 +34,13 @@ class Row:
         return token
 
 
-def verify_batches(runner: Runner) -> None:
-    """Raises UserError where the runner was opened for something that goes one sequence at a time."""
+def verify_batches(runner: Runner, size: int) -> None:
+    """Raises UserError where the runner was opened for what goes one sequence at a time, or not so many."""
     for name, opened in (("greedy_on_device", runner.chooses), ("speculate", runner.scores)):
         if opened:
             raise UserError(f"{name} is for one prompt at a time, not for batches: leave it out")
+    if runner.engine is not None:
+        runner.new_cache(batch_size=size)  # which refuses what the engine was not built for
 
 
 def generate_rows(runner: Runner, rows: Sequence[Row]) -> Iterator[tuple[int, Token]]:

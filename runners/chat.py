@@ -225,7 +225,7 @@ class Chat:
     ) -> Iterator[tuple[int, Token]]:
         """As `generate_batch`, with a request for each prompt; their `reuse_cache` has no meaning here."""
         started = time.perf_counter()
-        verify_batches(self.runner)
+        verify_batches(self.runner, len(prompts))
         rows: list[Row] = []
         for prompt, request in zip(prompts, requests, strict=True):
             try:

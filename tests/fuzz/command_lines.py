@@ -38,7 +38,7 @@ SWITCHES = (
 )  # fmt: skip
 VALUES = (
     "-p", "--max-new-tokens", "--max-context", "--dtype", "--provider", "--top-logits", "--system", "--threads",
-    "--revision", "--gpu-mem-limit",
+    "--revision", "--gpu-mem-limit", "--batch", "--batch-size", "--out",
 )  # fmt: skip
 
 
