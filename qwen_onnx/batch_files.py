@@ -137,7 +137,7 @@ def answer_file(
                     show(results, item.line.end)
         except KeyboardInterrupt:
             then = "" if options.out is None else "; the same command goes on from there"
-            print(f"interrupted: {results.done} lines are done{then}", file=sys.stderr)
+            print(f"interrupted: {results.done} done{then}", file=sys.stderr)
             return 130
     if stats:
         words = f"{results.done} lines, {results.failed} failed, {new_tokens} new tokens"
