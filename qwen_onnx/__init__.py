@@ -18,9 +18,10 @@ from qwen_onnx.errors import NonFiniteLogitsError, UserError
 if TYPE_CHECKING:
     from qwen_onnx.exporter import ExportSummary
     from qwen_onnx.runners.chat import Chat
+    from qwen_onnx.runners.generation_options import GenerationRequest
     from qwen_onnx.runners.sampling_options import SamplingOptions
 
-__all__ = ["NonFiniteLogitsError", "SamplingOptions", "UserError", "export", "load"]
+__all__ = ["GenerationRequest", "NonFiniteLogitsError", "SamplingOptions", "UserError", "export", "load"]
 
 
 def __getattr__(name: str) -> object:
@@ -28,6 +29,10 @@ def __getattr__(name: str) -> object:
         from qwen_onnx.runners.sampling_options import SamplingOptions
 
         return SamplingOptions
+    if name == "GenerationRequest":
+        from qwen_onnx.runners.generation_options import GenerationRequest
+
+        return GenerationRequest
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Self
 
 from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.generate import FinishReason
 from qwen_onnx.runners.generation_options import GenerationRequest
-from qwen_onnx.runners.reasoning import OPEN, ReasoningSplitter, Said, closed
+from qwen_onnx.runners.reasoning import OPEN, ReasoningSplitter, Said, closed, split
 from qwen_onnx.runners.tool_calls import ToolCall, parse_tool_calls
 
 MOST_TOKENS = 1024
@@ -48,6 +49,41 @@ class Answer:
     content: str = ""
     """All that was said, as the next turns' prompts hold it."""
 
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: list[int],
+        tokens: Sequence[Token],
+        request: GenerationRequest,
+        reason: FinishReason,
+        *,
+        begun: bool | None,
+    ) -> Self:
+        """Of the tokens that were made; what was asked for beside them is kept.
+
+        Args:
+            begun: as of `begins_reasoning`; None where the prompt is no chat: all that was said is text.
+        """
+        content = "".join(token.text for token in tokens)
+        said, calls = Said(answer=content) if begun is None else split(content, begun=begun), None
+        text = said.answer
+        if begun is not None and request.tools:
+            text, calls = parse_tool_calls(text)
+        last = tokens[-1] if tokens else None
+        return cls(
+            prompt_ids=prompt_ids,
+            token_ids=[token.token_id for token in tokens],
+            text=text,
+            finish_reason=reason,
+            ttft_ms=last.ttft_ms if last else None,
+            tokens_per_s=last.tokens_per_s if last else None,
+            top_logits=[list(token.top_logits) for token in tokens] if request.top_logits else None,
+            logprobs=None if request.logprobs is None else [_logprob(token) for token in tokens],
+            reasoning=said.reasoning or None,
+            tool_calls=calls,
+            content=content if begun is None else closed(content, begun=begun),
+        )
+
     def as_json(self, chat: Chat) -> dict[str, object]:
         """What `run --json` prints."""
         fields = dataclasses.asdict(self) | {
@@ -79,41 +115,21 @@ def answer(
     """
     prompt_ids = chat.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
     chatting = not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], int)
-    begun = chatting and _ends_in_thought(chat, prompt_ids)
-    splitter = ReasoningSplitter(begun=begun) if chatting else None
+    begun = begins_reasoning(chat, prompt_ids) if chatting else None
+    splitter = None if begun is None else ReasoningSplitter(begun=begun)
     tokens: list[Token] = []
-    parts: list[Said] = []
     # Nothing asked for is nothing missing: max_new_tokens 0 ends by length.
     reason = FinishReason.LENGTH
     try:
         for token in chat.stream(prompt_ids, request):
             tokens.append(token)
             reason = token.finish_reason or FinishReason.INTERRUPTED
-            parts.append(Said(answer=token.text) if splitter is None else splitter.push(token.text))
-            on_token(token, parts[-1])
+            on_token(token, Said(answer=token.text) if splitter is None else splitter.push(token.text))
     except KeyboardInterrupt:
         reason = FinishReason.INTERRUPTED
     if splitter is not None:
-        parts.append(splitter.flush())
-        on_token(None, parts[-1])
-    content = "".join(token.text for token in tokens)
-    text, calls = "".join(said.answer for said in parts), None
-    if chatting and request.tools:
-        text, calls = parse_tool_calls(text)
-    last = tokens[-1] if tokens else None
-    return Answer(
-        prompt_ids=prompt_ids,
-        token_ids=[token.token_id for token in tokens],
-        text=text,
-        finish_reason=reason,
-        ttft_ms=last.ttft_ms if last else None,
-        tokens_per_s=last.tokens_per_s if last else None,
-        top_logits=[list(token.top_logits) for token in tokens] if request.top_logits else None,
-        logprobs=None if request.logprobs is None else [_logprob(token) for token in tokens],
-        reasoning="".join(said.reasoning for said in parts) or None,
-        tool_calls=calls,
-        content=closed(content, begun=begun) if chatting else content,
-    )
+        on_token(None, splitter.flush())
+    return Answer.of(prompt_ids, tokens, request, reason, begun=begun)
 
 
 def bounded(chat: Chat, request: GenerationRequest) -> GenerationRequest:
@@ -123,8 +139,8 @@ def bounded(chat: Chat, request: GenerationRequest) -> GenerationRequest:
     return dataclasses.replace(request, max_new_tokens=most)
 
 
-def _ends_in_thought(chat: Chat, prompt_ids: list[int]) -> bool:
-    """The template began the reasoning already, as those of models do that always think."""
+def begins_reasoning(chat: Chat, prompt_ids: list[int]) -> bool:
+    """The chat template began the reasoning already, as those of models do that always think."""
     if chat.tokenizer is None:
         return False
     end = chat.tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)

@@ -180,8 +180,22 @@ def run(
     cache_reuse: chat_flags.CacheReuse = True,
     color: chat_flags.Color = True,
     cache_dir: CacheDir = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Answer a file of JSON lines with `prompt` or `messages`; - is stdin."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of --batch at a time; default 8.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File for the results of --batch, a JSON line each; continued where it ends."),
+    ] = None,
 ) -> None:
-    """Chat with a model, or answer one prompt (-p, or text piped in)."""
+    """Chat with a model, or answer one prompt (-p, or text piped in) or a file of them (--batch)."""
+    from qwen_onnx.batch_files import batch_options
     from qwen_onnx.runners.generation_options import GenerationRequest
     from qwen_onnx.runners.session import SessionOptions
     from qwen_onnx.running import RunOptions, run_model
@@ -205,7 +219,7 @@ def run(
         model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system, request=request,
         session=session, dtype=dtype, revision=revision, max_context=max_context, stats=stats,
         as_json=as_json, show_thinking=show_thinking, color=color, context_full=context_full,
-        cache_dir=cache_dir,
+        cache_dir=cache_dir, batch=batch_options(batch, batch_size, out),
     )  # fmt: skip
     if code := run_model(options):
         raise typer.Exit(code)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from qwen_onnx.answer import answer, bounded
+from qwen_onnx.batch_files import BatchOptions, answer_file, verify_batch
 from qwen_onnx.contract import DTYPES, EXPORT_DTYPES, MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.line_reader import LineReader, can_edit, read_plain
@@ -50,6 +51,7 @@ class RunOptions:
     color: bool
     context_full: str
     cache_dir: Path | None
+    batch: BatchOptions | None = None
 
 
 def run_model(options: RunOptions) -> int:
@@ -60,8 +62,13 @@ def run_model(options: RunOptions) -> int:
     """
     if options.prompt is not None and options.prompt_ids is not None:
         raise UserError("-p and --prompt-ids are two prompts: give one")
+    if options.batch is not None:
+        if options.prompt is not None or options.prompt_ids is not None:
+            raise UserError("--batch brings the prompts: leave out -p and --prompt-ids")
+        verify_batch(options.batch)
     verify_provider(options.session.provider)
-    chatting = options.prompt is None and options.prompt_ids is None and _stdin().isatty()
+    alone = options.batch is None
+    chatting = alone and options.prompt is None and options.prompt_ids is None and _stdin().isatty()
     if chatting and options.as_json:
         raise UserError("--json answers one prompt: give it with -p, --prompt-ids or a pipe")
     if options.system is not None and (options.raw or options.prompt_ids is not None):
@@ -70,12 +77,17 @@ def run_model(options: RunOptions) -> int:
         raise UserError(f"--context-full {options.context_full!r}: {' or '.join(CONTEXT_FULL)} wanted")
     if options.dtype not in (None, *EXPORT_DTYPES):
         raise UserError(f"dtype {options.dtype!r} is not known; choose one of {', '.join(EXPORT_DTYPES)}")
-    prompt = None if chatting else _prompt(options)
+    prompt = _prompt(options) if alone and not chatting else None
     chat = _open(options)
     if chat.template is None and not options.raw and options.prompt_ids is None:
         missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
         raise UserError(f"{chat.runner.folder}: has {missing}")
     _verify_for_template(chat, options)
+    if options.batch is not None:
+        request = bounded(chat, options.request)
+        return answer_file(
+            chat, options.batch, request, raw=options.raw, system=options.system, stats=options.stats
+        )
     if chatting:
         return _chat(chat, options)
     screen = Screen(chat, show_thinking=options.show_thinking, color=options.color)

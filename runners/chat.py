@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,16 +9,18 @@ from pathlib import Path
 import numpy as np
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.answer_tokens import AnswerTokens
+from qwen_onnx.runners.answer_tokens import Token as Token
+from qwen_onnx.runners.batch import Row, generate_rows, verify_batches
 from qwen_onnx.runners.chat_template import ChatTemplate
-from qwen_onnx.runners.detokenizer import StreamDetokenizer
-from qwen_onnx.runners.generate import FinishReason, generate_ids
+from qwen_onnx.runners.generate import AnswerIds, FinishReason, generate_ids, verify_prompt
 from qwen_onnx.runners.generation_defaults import read_defaults
 from qwen_onnx.runners.generation_options import GenerationOptions, GenerationRequest
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.sampling_options import SamplingOptions, in_force
 from qwen_onnx.runners.saved_session import load_session, save_session
 from qwen_onnx.runners.score import Score, score_ids
-from qwen_onnx.runners.stop_strings import StopStrings, verified_stop
+from qwen_onnx.runners.stop_strings import verified_stop
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Message = Mapping[str, object]
@@ -28,30 +29,6 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """A raw text, token ids, or chat messages."""
 Tools = Sequence[Mapping[str, object]]
 """JSON schemas of functions, as OpenAI's API has them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Token:
-    """One generated token."""
-
-    token_id: int
-    text: str
-    """What became certain with it; may be empty, and holds more than one token's bytes after a held-back one."""
-    finish_reason: FinishReason | None
-    """None while the answer goes on."""
-    prompt_tokens: int
-    cached_tokens: int
-    """Of the prompt's tokens, those an earlier turn had left in the cache."""
-    ttft_ms: float
-    """Time to first token: from the call to the first token, in milliseconds."""
-    tokens_per_s: float | None
-    """Decoding speed so far, the first token (which is prefill) not counted; None at the first."""
-    top_logits: tuple[tuple[int, float], ...] = ()
-    logprob: float | None = None
-    """ln of its probability, in float64, when asked for: the softmax of the model's own logits of all ids that name a
-    token, before bias, penalties and temperature, as in OpenAI's API."""
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    """(id, the same) of the best ids, best first, when asked for."""
 
 
 class Chat:
@@ -232,8 +209,9 @@ class Chat:
         if not request.reuse_cache:
             self._cache.truncate(0)
         cached = self._cache.shared_prefix(prompt_ids[:-1])
-        detokenizer = None if self.tokenizer is None else StreamDetokenizer(self.tokenizer)
-        stops = StopStrings(options.stop)
+        tokens = AnswerTokens(
+            self.tokenizer, options, prompt_tokens=len(prompt_ids), cached_tokens=cached, started=started
+        )
         steps = generate_ids(
             self.runner,
             self._cache,
@@ -243,41 +221,68 @@ class Chat:
             size=self._size,
             holes=self._holes,
         )
-        first = 0.0
         for made, step in enumerate(steps, start=1):
-            now = time.perf_counter()
-            first = first or now
-            reason = step.finish_reason
-            # By its reason, not by being special: some tokenizers do not flag their end token.
-            ended = reason is FinishReason.EOS
-            text = "" if ended or detokenizer is None else detokenizer.push(step.token_id)
-            if reason is not None and detokenizer:
-                text += detokenizer.flush()
-            text = stops.push(text, may_end=made > options.min_new_tokens)
-            if stops.found:
-                reason = FinishReason.STOP
+            token = tokens.push(step)
+            if token.finish_reason is FinishReason.STOP:
                 # Guesses that were right, and are not wanted; the id that ended it was not computed.
                 self._cache.truncate(len(prompt_ids) + made - 1)
-            elif reason is not None:
-                text += stops.flush()
-            yield Token(
-                token_id=step.token_id,
-                text=text,
-                finish_reason=reason,
-                prompt_tokens=len(prompt_ids),
-                cached_tokens=cached,
-                ttft_ms=1e3 * (first - started),
-                tokens_per_s=(made - 1) / (now - first) if made > 1 else None,
-                top_logits=step.top_logits,
-                logprob=step.logprob,
-                top_logprobs=step.top_logprobs,
-            )
+            yield token
             if self._turn != turn:
                 raise UserError(
                     "another answer was begun on this Chat; load the export once more for a second one"
                 )
-            if reason is not None:
+            if token.finish_reason is not None:
                 return
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], request: GenerationRequest | Sequence[GenerationRequest]
+    ) -> Iterator[tuple[int, Token]]:
+        """Answers to several prompts, one decode step for all: pairs of a prompt's index and its next token.
+
+        Each draws, ends and is reported as if it were alone. The conversation that this Chat holds is not touched.
+
+        Args:
+            request: of all prompts, or one for each; `reuse_cache` has no meaning here.
+
+        Raises:
+            UserError: as `generate`, naming the prompt as prompts[INDEX]; before any compute. Or opened with
+                `speculate` or `greedy_on_device`, or on TensorRT, which are for one sequence.
+            NonFiniteLogitsError: as `generate`, whichever prompt it was; the other answers are cut off too.
+        """
+        requests = [request] * len(prompts) if isinstance(request, GenerationRequest) else request
+        started = time.perf_counter()
+        verify_batches(self.runner, len(prompts))
+        rows: list[Row] = []
+        for prompt, request in zip(prompts, requests, strict=True):
+            try:
+                rows.append(self._row(prompt, request, started))
+            except UserError as error:
+                raise UserError(f"prompts[{len(rows)}]: {error}") from None
+        yield from generate_rows(self.runner, rows)
+
+    def verified_ids(self, prompt: Prompt, request: GenerationRequest) -> list[int]:
+        """The prompt's ids.
+
+        Raises:
+            UserError: whatever `stream` would refuse before any compute.
+        """
+        prompt_ids = self.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
+        self.options(request)
+        verify_prompt(prompt_ids, self.runner.context_length)
+        return prompt_ids
+
+    def _row(self, prompt: Prompt, request: GenerationRequest, started: float) -> Row:
+        prompt_ids, options = self.verified_ids(prompt, request), self.options(request)
+        ids = AnswerIds(
+            prompt_ids,
+            options,
+            context_length=self.runner.context_length,
+            eos_token_ids=self.eos_token_ids,
+            size=self._size,
+            holes=self._holes,
+        )
+        tokens = AnswerTokens(self.tokenizer, options, prompt_tokens=len(prompt_ids), started=started)
+        return Row(prompt_ids, ids, tokens, ended=options.max_new_tokens == 0)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

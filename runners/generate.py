@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -80,6 +80,10 @@ class GeneratedId:
     """The best ids and the same of them, when asked for."""
 
 
+Chosen = tuple[int, NDArray[np.float32] | None]
+"""An id, and the logits it was chosen from where the host has them."""
+
+
 def verify_options(model: LogitsModel, options: GenerationOptions) -> None:
     """Raises UserError where the model chooses or guesses ids by itself, and the options are not plain greedy."""
     if (model.chooses or model.scores) and not options.plain:
@@ -88,6 +92,71 @@ def verify_options(model: LogitsModel, options: GenerationOptions) -> None:
             f"{name} is greedy: no sampling, penalties, logit_bias or min_new_tokens; "
             "--greedy (SamplingOptions.greedy()) leaves out those of generation_config.json"
         )
+
+
+def verify_prompt(prompt_ids: Sequence[int], context_length: int) -> None:
+    """Raises UserError for an empty prompt, and for one that leaves no room in the context."""
+    if not prompt_ids:
+        raise UserError("the prompt is empty: no token to start from")
+    if len(prompt_ids) >= context_length:
+        raise UserError(
+            f"the prompt has {len(prompt_ids)} tokens, the context holds {context_length} with the answer"
+        )
+
+
+class AnswerIds:
+    """The ids of one answer, as they are made: what is chosen from which logits, and what ends it."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        options: GenerationOptions,
+        *,
+        context_length: int,
+        eos_token_ids: Collection[int],
+        size: int,
+        holes: NDArray[np.int64],
+    ) -> None:
+        """Of `generate_ids`' arguments those that the choice hangs on."""
+        self._options, self._eos, self._size, self._holes = options, eos_token_ids, size, holes
+        self._chooser = Chooser(
+            options.sampling,
+            prompt_ids,
+            size=size,
+            eos_token_ids=eos_token_ids,
+            min_new_tokens=options.min_new_tokens,
+        )
+        self._room = context_length - len(prompt_ids)
+        self.made = 0
+        """Ids so far."""
+
+    def named(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Of f32 [vocab], those of ids that name a token."""
+        return without_nameless(logits, self._size, self._holes)
+
+    def choose(self, logits: NDArray[np.float32]) -> Chosen:
+        """The next id by `options`, from f32 [vocab]."""
+        logits = self.named(logits)
+        return self._chooser.choose(logits), logits
+
+    def take(self, token_id: int, logits: NDArray[np.float32] | None) -> GeneratedId:
+        """The next id of the answer, and whether it ends it; `logits`, as `named` left them, are what is reported."""
+        self.made += 1
+        options, reason = self._options, None
+        if token_id in self._eos and not options.ignore_eos:
+            reason = FinishReason.EOS
+        elif self.made == options.max_new_tokens:
+            reason = FinishReason.LENGTH
+        elif self.made > self._room:  # this id needs no slot: nothing is computed after it
+            reason = FinishReason.CONTEXT
+        if logits is None:
+            return GeneratedId(token_id, reason)
+        best = tuple(top(logits, options.top_logits)) if options.top_logits else ()
+        if options.logprobs is None:
+            return GeneratedId(token_id, reason, best)
+        less = log_normaliser(logits)
+        best_logprobs = tuple((best_id, logit - less) for best_id, logit in top(logits, options.logprobs))
+        return GeneratedId(token_id, reason, best, float(logits[token_id]) - less, best_logprobs)
 
 
 def generate_ids(
@@ -113,12 +182,7 @@ def generate_ids(
             before any compute. Or no token is left to choose.
         NonFiniteLogitsError: the model computed NaN or infinity.
     """
-    if not prompt_ids:
-        raise UserError("the prompt is empty: no token to start from")
-    if len(prompt_ids) >= model.context_length:
-        raise UserError(
-            f"the prompt has {len(prompt_ids)} tokens, the context holds {model.context_length} with the answer"
-        )
+    verify_prompt(prompt_ids, model.context_length)
     verify_options(model, options)
     if options.max_new_tokens is not None and options.max_new_tokens <= 0:
         return
@@ -126,108 +190,61 @@ def generate_ids(
     cached = cache.shared_prefix(prompt_ids[:-1])
     cache.truncate(cached)
 
-    def named(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        return without_nameless(logits, size, holes)
-
-    chooser = Chooser(
-        options.sampling,
+    answer = AnswerIds(
         prompt_ids,
-        size=size,
+        options,
+        context_length=model.context_length,
         eos_token_ids=eos_token_ids,
-        min_new_tokens=options.min_new_tokens,
+        size=size,
+        holes=holes,
     )
     lookup = PromptLookup(prompt_ids) if model.scores else None
-    new_ids, made = np.array([prompt_ids[cached:]], np.int64), 0
+    new_ids = np.array([prompt_ids[cached:]], np.int64)
     while True:
         if lookup is None:
-            chosen = [_choose(model, cache, new_ids, named, chooser.choose, first=not made)]
+            chosen = [_choose(model, cache, new_ids, answer)]
         else:
             room = model.context_length - cache.length - new_ids.shape[1]
-            left = room if options.max_new_tokens is None else options.max_new_tokens - made - 1
-            drafts = lookup.draft(min(room, left)) if made else []
-            chosen = _verified(model, cache, new_ids, drafts, named, first=not made)
+            left = room if options.max_new_tokens is None else options.max_new_tokens - answer.made - 1
+            drafts = lookup.draft(min(room, left)) if answer.made else []
+            chosen = _verified(model, cache, new_ids, drafts, answer)
             lookup.extend([token_id for token_id, _ in chosen])
             if drafts:
                 lookup.learn(len(chosen) - 1)
         for later, (token_id, logits) in zip(reversed(range(len(chosen))), chosen, strict=True):
-            made += 1
-            reason = None
-            if token_id in eos_token_ids and not options.ignore_eos:
-                reason = FinishReason.EOS
-            elif made == options.max_new_tokens:
-                reason = FinishReason.LENGTH
-            elif not later and cache.length >= model.context_length:
-                reason = FinishReason.CONTEXT
-            if reason is not None:
-                cache.truncate(cache.length - later)  # guesses that were right, and are not wanted
             if logits is None and (options.top_logits or options.logprobs is not None):
-                logits = named(model.logits(cache)[0])
-            yield _reported(token_id, reason, logits, options)
-            if reason is not None:
+                logits = answer.named(model.logits(cache)[0])
+            step = answer.take(token_id, logits)
+            if step.finish_reason is not None:
+                cache.truncate(cache.length - later)  # guesses that were right, and are not wanted
+            yield step
+            if step.finish_reason is not None:
                 return
         new_ids = np.array([[token_id]], np.int64)
 
 
-_Chosen = tuple[int, NDArray[np.float32] | None]
-"""An id, and the logits it was chosen from where the host has them."""
-
-_Named = Callable[[NDArray[np.float32]], NDArray[np.float32]]
-
-
-def _reported(
-    token_id: int,
-    reason: FinishReason | None,
-    logits: NDArray[np.float32] | None,
-    options: GenerationOptions,
-) -> GeneratedId:
-    """The step with what was asked for of its logits, the model's own."""
-    if logits is None:
-        return GeneratedId(token_id, reason)
-    best = tuple(top(logits, options.top_logits)) if options.top_logits else ()
-    if options.logprobs is None:
-        return GeneratedId(token_id, reason, best)
-    less = log_normaliser(logits)
-    best_logprobs = tuple((best_id, logit - less) for best_id, logit in top(logits, options.logprobs))
-    return GeneratedId(token_id, reason, best, float(logits[token_id]) - less, best_logprobs)
-
-
-def _choose(
-    model: LogitsModel,
-    cache: KVCache,
-    new_ids: NDArray[np.int64],
-    named: _Named,
-    choose_from: Callable[[NDArray[np.float32]], int] = greedy,
-    *,
-    first: bool,
-) -> _Chosen:
+def _choose(model: LogitsModel, cache: KVCache, new_ids: NDArray[np.int64], answer: AnswerIds) -> Chosen:
     """The next id after these."""
     if model.chooses:
-        choose = model.prefill_greedy if first else model.decode_greedy
+        choose = model.decode_greedy if answer.made else model.prefill_greedy
         return int(choose(cache, new_ids)[0]), None
-    logits = named((model.prefill if first else model.decode)(cache, new_ids)[0])
-    return choose_from(logits), logits
+    return answer.choose((model.decode if answer.made else model.prefill)(cache, new_ids)[0])
 
 
 def _verified(
-    model: LogitsModel,
-    cache: KVCache,
-    new_ids: NDArray[np.int64],
-    drafts: Sequence[int],
-    named: _Named,
-    *,
-    first: bool,
-) -> list[_Chosen]:
+    model: LogitsModel, cache: KVCache, new_ids: NDArray[np.int64], drafts: Sequence[int], answer: AnswerIds
+) -> list[Chosen]:
     """The next ids after these, one more than the drafts that are right; what the cache holds is right."""
     if not drafts:
-        return [_choose(model, cache, new_ids, named, first=first)]
+        return [_choose(model, cache, new_ids, answer)]
     start = cache.length
-    chosen: list[_Chosen] = []
+    chosen: list[Chosen] = []
     given = np.concatenate([new_ids, np.array([drafts], np.int64)], axis=1)
     for index, row in enumerate(model.score(cache, given, given.shape[1])[0]):
-        logits = named(row)
+        logits = answer.named(row)
         if is_near(logits):
             cache.truncate(start + index)
-            return [*chosen, _choose(model, cache, given[:, index : index + 1], named, first=False)]
+            return [*chosen, _choose(model, cache, given[:, index : index + 1], answer)]
         chosen.append((greedy(logits), logits))
         if index == len(drafts) or chosen[-1][0] != drafts[index]:
             break

@@ -79,6 +79,13 @@ def _undecided(text: str) -> int:
     return kept + len(body) - len(body.rstrip("\n"))
 
 
+def split(text: str, *, begun: bool = False) -> Said:
+    """A whole answer in its two parts."""
+    splitter = ReasoningSplitter(begun=begun)
+    first, last = splitter.push(text), splitter.flush()
+    return Said(first.reasoning + last.reasoning, first.answer + last.answer)
+
+
 def closed(text: str, *, begun: bool) -> str:
     """An answer as it can stand in a conversation: reasoning that was cut short is closed.
 

@@ -9,7 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from checkpoints import QWEN2, write_checkpoint
+from damage import forge, poke
 from text_fixtures import QWEN25_LIKE, write_folder
 
 from qwen_onnx import export
@@ -45,6 +47,20 @@ def write_chat_checkpoint(
     return write_folder(
         folder, {"tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": template}}
     )
+
+
+def poisoned(folder: Path) -> Path:
+    """An export in which token 77, and no other, makes what is no number."""
+    write_chat_checkpoint(folder / "checkpoint", tie_word_embeddings=False)
+    made = export(folder / "checkpoint", folder / "export").folder
+
+    def poison(weights: np.ndarray) -> np.ndarray:
+        weights[77] = np.inf
+        return weights
+
+    poke(made, "model.embed_tokens.weight", poison)
+    forge(made)
+    return made
 
 
 def copy_export(source: Path, target: Path) -> Path:

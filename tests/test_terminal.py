@@ -252,3 +252,25 @@ def test_an_export_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert b"writing weights" not in out
     os.close(ours)
+
+
+def test_a_batch_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
+    """Results among the bar's lines, or a bar in the file that they go to."""
+    (tmp_path / "in").write_text('{"prompt": "x"}\nbad\n' * 20)
+    ours, theirs = os.openpty()
+    arguments = ["run", endless(), "--batch", tmp_path / "in", "--max-new-tokens", "8", "--provider", "cpu"]
+    done = subprocess.Popen(
+        [sys.executable, "-c", "from qwen_onnx.cli import main; main()", *map(str, arguments)],
+        stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    terminal = Terminal(ours)
+    terminal.wait_for(b"answering")
+    terminal.wait_for(b"line 2: not valid JSON")
+    terminal.wait_for(b"error: 20 of 40 lines")
+    out, _ = done.communicate(timeout=PATIENCE)
+    assert done.returncode == 1
+    assert b"answering" not in out
+    assert [line[:9] for line in out.splitlines()][:2] == [b'{"line": ', b'{"line": ']
+    assert len(out.splitlines()) == 40
+    os.close(ours)

@@ -41,6 +41,7 @@ VALUES = (
     "-p", "--max-new-tokens", "--max-context", "--dtype", "--provider", "--top-logits", "--system", "--threads",
     "--revision", "--gpu-mem-limit", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop",
     "--logit-bias", "--logprobs", "--min-new-tokens", "--repetition-penalty", "--context-full", "--tools",
+    "--batch", "--batch-size", "--out",
 )  # fmt: skip
 
 

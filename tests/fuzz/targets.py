@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -26,12 +27,14 @@ from templates import damaged_template
 from text_fixtures import NASTY
 
 from qwen_onnx import contract
+from qwen_onnx.batch_lines import parse_line, parse_object, read_lines
 from qwen_onnx.checkpoint import open_checkpoint
 from qwen_onnx.config import parse_config
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.generation_defaults import read_defaults
+from qwen_onnx.runners.generation_options import GenerationRequest
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.sampling_options import SamplingOptions, in_force
 from qwen_onnx.runners.session import SessionOptions
@@ -237,6 +240,38 @@ def prompt_ids(rng: random.Random, base: Base) -> None:
     assert new is None or len(tokens) <= new
 
 
+def batch_lines(rng: random.Random, base: Base) -> None:
+    """A line of a `--batch` file, and the file that it stands in."""
+    value: dict[str, Any] = {
+        "id": "a",
+        "max_new_tokens": 1,
+        "stop": ["x", "y"],
+        "temperature": 0.5,
+        "seed": 1,
+    }
+    value |= {"prompt": "Hi 好"} if rng.random() < 0.5 else {"messages": [{"role": "user", "content": "é🔥"}]}
+    whole = json.dumps(value).encode()
+    damaged = damaged_bytes(rng, whole, (whole,)) if rng.random() < 0.3 else damaged_json(rng, value, EXTRA)
+    content = b"\n".join((whole, damaged, whole)) + (b"\r\n" if rng.random() < 0.5 else b"")
+    *before, last = read_lines(io.BytesIO(content), "batch")
+    assert before[0].content == whole
+    assert last.end == len(content)
+    plain, refusal = GenerationRequest(max_new_tokens=1), None
+    for line in (*before, last):
+        try:
+            found = parse_object(line.content)
+            asked = parse_line(found, plain, raw="prompt" in found and rng.random() < 0.5, system=None)
+            ids = base.chat.verified_ids(asked.prompt, asked.request)
+        except UserError as error:
+            assert line.content != whole, "the damage of one line was another's"
+            refusal = error
+        else:
+            assert ids
+            json.dumps(found.get("id"), allow_nan=False)
+    if refusal is not None:
+        raise refusal
+
+
 def options(rng: random.Random, base: Base) -> None:
     """The command line."""
     damaged_command(rng, base.export, base.checkpoint, base.scratch)
@@ -275,6 +310,7 @@ TARGETS: dict[str, tuple[Target, int]] = {
     "forged_graph": (forged_graph, 600),
     "weights": (weights, 600),
     "prompt_ids": (prompt_ids, 1000),
+    "batch_lines": (batch_lines, 1000),
     "options": (options, 600),
 }
 """Each with its part of a run."""
