@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from exports import IDS, ON_CPU, Exported
+import safetensors.numpy
+from checkpoints import RawConfig, write_checkpoint
+from exports import IDS, ON_CPU, Exported, export_checkpoint
 from onnx import TensorProto
 from tolerances import F32, Tolerance, assert_close
 
@@ -70,6 +72,13 @@ def constants(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 def exported_as(checkpoint: Path, out: Path, **options: Any) -> Path:
     """The folder of an export with the options of the Python API."""
     return export(checkpoint, out, **options).folder
+
+
+def export_tensors(folder: Path, raw: RawConfig, tensors: dict[str, np.ndarray], dtype: str) -> Exported:
+    """An export of these tensors, of a checkpoint written beside it."""
+    write_checkpoint(folder / "m", raw)
+    safetensors.numpy.save_file(tensors, folder / "m" / "model.safetensors", {"format": "pt"})
+    return export_checkpoint(folder / "m", folder / "out", dtype)
 
 
 def opened(folder: Path, **settings: Any) -> Chat:
