@@ -53,10 +53,7 @@ def write_zero_checkpoint(folder: Path, raw: RawConfig, dtype: str, *, shards: i
     return max(int(np.prod(shape)) for shape in shapes.values()) * (4 if dtype == "F32" else 2)
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "portable"])
-def test_c1_a_tensor_of_two_gigabytes_is_no_limit(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c1_a_tensor_of_two_gigabytes_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "Exceeds maximum protobuf size of 2GB". Linked, so that nothing is written; and its zeros are not hashed."""
     real = export_writer.hash_file
 
@@ -68,13 +65,11 @@ def test_c1_a_tensor_of_two_gigabytes_is_no_limit(
     raw = {**QWEN3, "num_hidden_layers": 1, "hidden_size": 1024, "vocab_size": 570_000}
     largest = write_zero_checkpoint(tmp_path / "m", raw, "F32", shards=2)
     assert largest > 2 << 30
-    folder = exported_as(tmp_path / "m", tmp_path / "out", target=target, link=True)
+    folder = exported_as(tmp_path / "m", tmp_path / "out", link=True)
     for spec, model in graphs(folder):
         assert (folder / spec.file).stat().st_size < MB
         verify(model)
-    assert command("info", folder).code == 0
-    runner = Runner(folder, ON_CPU)
-    assert runner.manifest.vocab_size == 570_000
+    assert "vocabulary 570000" in command("info", folder).out
 
 
 def peak_of_export(model: Path, out: Path, dtype: str) -> int:
@@ -108,18 +103,18 @@ def test_c2_tied_weights_are_written_once(options: dict[str, Any], head: Any, tm
 
 @on_linux
 def test_c3_memory_of_an_export_is_that_of_a_tensor_or_two(tmp_path: Path) -> None:
-    """Killed without a message: models held whole, twice or thrice. Two shards, of 2 layers and of 10."""
-    shape = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 2048}
+    """Killed without a message: models held whole, twice or thrice. Two shards, of 1 layer and of 4."""
+    shape = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 320}
     peaks = []
-    for layers in (2, 10):
+    for layers in (1, 4):
         folder = tmp_path / f"{layers}"
         folder.mkdir()
         raw = {**QWEN2, **shape, "num_hidden_layers": layers}
         write_zero_checkpoint(folder / "m", raw, "F32", shards=2)
         peaks.append(peak_of_export(folder / "m", folder / "out", "f16"))
         shutil.rmtree(folder)
-    # Of 290 MB more in the checkpoint and 145 in the export; the graphs of ten layers are larger too.
-    assert peaks[1] - peaks[0] < 50 * MB
+    # Of 110 MB more in the checkpoint and 55 in the export; the graphs of four layers are larger too.
+    assert peaks[1] - peaks[0] < 25 * MB
     assert peaks[1] < 300 * MB
 
 
