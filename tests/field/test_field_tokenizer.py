@@ -1,4 +1,4 @@
-"""FIELD.md, chapter D: tokenizers and chat templates, as an export hands them on. D4 is in test_field_thinking."""
+"""FIELD.md, chapter D: tokenizers and chat templates, as an export hands them on."""
 
 from __future__ import annotations
 
