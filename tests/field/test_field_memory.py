@@ -169,7 +169,10 @@ def test_c5_links_and_missing_data_are_told(tmp_path: Path) -> None:
             places = {entry.key: entry.value for entry in tensor.external_data}
             assert places.get("location", "weights.safetensors") == "weights.safetensors"
     ids = ("--prompt-ids", "1,2,3", "--max-new-tokens", 2, "--provider", "cpu")
-    assert command("run", out, *ids).code == 0
+    ran = command("run", out, *ids)
+    assert ran.code == 0
+    uploaded = linked_blobs(out, tmp_path / "uploaded", [path.name for path in out.iterdir()])
+    assert command("run", uploaded, *ids) == ran
     data = out / "weights.safetensors"
     size = data.stat().st_size
     os.truncate(data, size - 4096)
