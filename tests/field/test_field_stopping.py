@@ -45,8 +45,9 @@ def text_of(tokens: list[Token]) -> str:
         ({"eos_token_id": END_OF_TEXT}, None, {END_OF_TURN, END_OF_TEXT}),  # the template's own is added
         (None, END_OF_TEXT, {END_OF_TURN, END_OF_TEXT}),
         ({"eos_token_id": [END_OF_TURN]}, 7, {END_OF_TURN}),  # config.json is overruled
+        ({"eos_token_id": [7]}, None, {END_OF_TURN, 7}),  # an end that is a token like any other
     ],
-    ids=["list", "int", "no file", "config differs"],
+    ids=["list", "int", "no file", "config differs", "not special"],
 )
 def test_e1_every_end_ends_and_no_other(
     generation: Any, config: Any, ends: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -70,7 +71,8 @@ def test_e1_every_end_ends_and_no_other(
         stops = end in ends
         assert len(tokens) == (len(DOG) + 1 if stops else 2 * len(DOG))
         assert tokens[-1].finish_reason == ("eos" if stops else "length")
-        assert text_of(tokens[: len(DOG) + 1]).startswith("The dog")
+        before = text_of(tokens[: len(DOG) + 1])
+        assert before == "The dog" if stops else before.startswith("The dog")
         assert "<|" not in text_of(tokens)
 
 
