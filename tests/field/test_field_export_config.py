@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from qwen_onnx.contract import read_manifest
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.safetensors_file import read_header
-
-Export = Callable[..., Exported]
 
 
 @pytest.mark.parametrize(

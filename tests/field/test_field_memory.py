@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ import pytest
 from chats import endless
 from checkpoints import QWEN2, QWEN3, write_checkpoint
 from command import command
-from exports import IDS, ON_CPU, Exported
+from exports import IDS, ON_CPU
 from field_runs import exported_as, graphs, opened
 from tolerances import F32_ORDER, assert_close
 
 from qwen_onnx.memory import anonymous_memory
 from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import provider_options
+from qwen_onnx.runners.session import SessionOptions, provider_options
 
-Export = Callable[..., Exported]
 MB = 10**6
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -127,13 +125,9 @@ def test_c10_a_prompt_of_2000_tokens_has_one_row_of_logits(dtype: str) -> None:
     last = runner.prefill(runner.new_cache(), ids)
     assert last.shape == (1, 400)
     if dtype == "f32":  # whose logits do not hang on how many tokens go at once
-        scorer = opened(folder).runner.__class__(folder, _speculating())
+        scorer = Runner(folder, SessionOptions("cpu", threads=1, speculate=True))
         cache = scorer.new_cache()
         scorer.prefill(cache, ids[:, :1990])
         rows = scorer.score(cache, ids[:, 1990:], 10)
         assert rows.shape == (1, 10, 400)
         assert_close(rows[:, -1], last, F32_ORDER)
-
-
-def _speculating() -> Any:
-    return type(ON_CPU)("cpu", threads=1, speculate=True)

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import test_export_memory
 from chats import copy_export, tiny
 from checkpoints import QWEN2, QWEN3, RawConfig, random_tensors, write_checkpoint
 from command import command
-from exports import ON_CPU, Exported
+from exports import ON_CPU
 from field_runs import exported_as, graphs
 from test_export_memory import write_zeros
 
@@ -27,7 +26,6 @@ from qwen_onnx.graphs.build import verify
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.safetensors_file import read_header
 
-Export = Callable[..., Exported]
 MB = 10**6
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
