@@ -42,7 +42,7 @@ def test_c7_weights_in_private_memory_have_one_session(dtype: str, monkeypatch: 
 
 @on_linux
 def test_c7_mapped_weights_are_in_memory_once_for_all_sessions(tmp_path: Path) -> None:
-    """N sessions, N copies: in f32 there are three, over one file of 34 MB, of which none is copied."""
+    """N sessions, N copies: in f32 there are several, over one file of 34 MB, and none copies it."""
     raw = {**QWEN2, "vocab_size": 16_000, "hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1}
     write_checkpoint(tmp_path / "m", raw)
     folder = exported_as(tmp_path / "m", tmp_path / "out")
