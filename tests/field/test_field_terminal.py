@@ -1,0 +1,87 @@
+"""FIELD.md, chapter J: the command line, and what a benchmark counts."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import onnxruntime
+import pytest
+from chats import endless
+from command import command
+from field_runs import opened
+
+from qwen_onnx import UserError, benchmark
+from qwen_onnx.runners import chat as chat_module
+from qwen_onnx.runners.session import SessionOptions
+
+CPU = ("--provider", "cpu", "--max-new-tokens", 3)
+
+
+@pytest.mark.parametrize("prompt", ["", " ", "\n", "<|im_start|>", "<|im_end|><|endoftext|>"])
+def test_j4_any_content_can_be_asked_and_no_token_is_an_error(prompt: str) -> None:
+    """Undefined behaviour with no ids: Qwen adds no start token, so that "" is none at all."""
+    ran = command("run", endless(), "-p", prompt, "--json", *CPU)
+    assert ran.code == 0
+    asked = json.loads(ran.out)["prompt_ids"]
+    empty = json.loads(command("run", endless(), "-p", "", "--json", *CPU).out)["prompt_ids"]
+    assert len(asked) >= len(empty) > 10  # the template's own
+    raw = command("run", endless(), "-p", prompt, "--raw", *CPU)
+    if prompt:
+        assert raw.code == 0
+    else:
+        assert "the prompt is empty" in raw.error
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_j4_nothing_to_start_from_is_an_error_in_python_too(prompt: Any) -> None:
+    with pytest.raises(UserError, match="empty"):
+        list(opened(endless()).generate(prompt))
+
+
+def test_j4_a_chat_passes_over_empty_lines() -> None:
+    """An empty line that is sent, and answered."""
+    told = command("run", endless(), *CPU, stdin="\n   \n\t\n/stats\n/exit\n", terminal=True)
+    assert told.code == 0
+    assert "context: 0 tokens used" in told.err
+    assert told.out.strip() == ""
+
+
+def test_j5_speed_counts_the_tokens_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's time in the tokens per second, the warm-up in the median. By a clock that only the model moves."""
+    now, runs = [0.0], []
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(benchmark, "time", clock)
+    monkeypatch.setattr(chat_module, "time", clock)
+    monkeypatch.setattr(benchmark, "read_bandwidth", lambda threads: 10.0)
+    real = onnxruntime.InferenceSession.run_with_iobinding
+    # Of each answer: a prompt, and 4 steps. The first answer, which warms up, takes ten times as long.
+    seconds = [9.0, 0.1, 0.1, 0.1, 0.1] + 2 * [0.9, 0.01, 0.01, 0.01, 0.02]
+
+    def timed(own: Any, binding: Any, run_options: Any = None) -> None:
+        real(own, binding, run_options)
+        now[0] += seconds[len(runs)]
+        runs.append(own)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run_with_iobinding", timed)
+    options = SessionOptions("cpu", threads=1)
+    found = benchmark.run_benchmark(endless(), options, prompt_tokens=9, new_tokens=5, repeats=2)
+    assert len(runs) == len(seconds)
+    assert (found.ttft_ms.low, found.ttft_ms.median, found.ttft_ms.high) == pytest.approx([900.0] * 3)
+    assert found.tokens_per_s.median == pytest.approx(4 / 0.05)
+    assert (found.step_ms.median, found.step_ms.high) == pytest.approx((10.0, 20.0))
+    assert found.outside_ms == pytest.approx(0.0, abs=1e-9)
+    assert found.bandwidth_share == pytest.approx(found.bytes_per_step / 0.010 / 10e9)
+
+
+def test_j5_what_was_measured_is_told() -> None:
+    """Numbers without versions, lengths or machine, that nobody can compare."""
+    short = ("--prompt-tokens", 5, "--new-tokens", 3, "--repeats", 1, "--provider", "cpu", "--threads", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "_PROBE_BYTES", 1 << 20)
+        found = json.loads(command("bench", endless(), *short, "--json").out)
+    assert (found["prompt_tokens"], found["new_tokens"], found["repeats"], found["threads"]) == (5, 3, 1, 1)
+    assert "onnxruntime" in found["versions"]
+    assert "Python" in found["versions"]
+    assert found["machine"]
