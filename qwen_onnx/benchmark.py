@@ -239,6 +239,8 @@ def describe_machine() -> str:
     except OSError:  # no Linux
         pass
     memory = psutil.virtual_memory().total / 1e9
+    clock = psutil.cpu_freq()
+    cpu += f" at {clock.current:,.0f} MHz" if clock else ""
     return f"{cpu}, {physical_cores()} cores, {memory:.0f} GB, {platform.system()} {platform.release()}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import ParamSpec
@@ -36,7 +37,7 @@ from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.providers import choose_provider
 from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import SessionOptions
+from qwen_onnx.runners.session import OPTIMIZATION_LEVELS, SessionOptions
 from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 from qwen_onnx.safetensors_file import StoredTensor, read_header, same_bytes
@@ -93,6 +94,8 @@ def check_export(
     if checkpoint is not None and manifest.quantised:
         yield _finding(check_quality, chat, manifest, checkpoint)
     golden = _finding(check_golden, chat, manifest)
+    if not golden.ok:
+        golden = _with_cause(golden, chat, manifest)
     if chat.runner.engine is not None:
         chat.runner.engine.mark(checked=golden.ok)
     yield golden
@@ -106,6 +109,20 @@ def _finding(check: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> 
         return check(*args, **kwargs)
     except UserError as error:
         return Finding(False, str(error))
+
+
+def _with_cause(found: Finding, chat: Chat, manifest: Manifest) -> Finding:
+    """The golden ids that differ, and whether they are right once ONNX Runtime rewrites less of the graph."""
+    folder, options = chat.runner.folder, chat.runner.options
+    for level in [*OPTIMIZATION_LEVELS][-2::-1]:
+        less = dataclasses.replace(options, optimization_level=level)
+        try:
+            right = check_golden(Chat(Runner(folder, less)), manifest).ok
+        except UserError:
+            right = False
+        if right:
+            return Finding(False, f"{found.text}; right with --optimization-level {level}")
+    return Finding(False, f"{found.text}; no less with all of ONNX Runtime's optimizations off")
 
 
 def _damaged_files(folder: Path, manifest: Manifest) -> list[str]:

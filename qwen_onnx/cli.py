@@ -161,6 +161,13 @@ def run(
         typer.Option("--speculate", help="Guess tokens from the context, verify several a step; on a CPU."),
     ] = False,
     tf32: Tf32 = False,
+    optimization_level: Annotated[
+        str, typer.Option(help="Of ONNX Runtime's rewriting of graphs: disabled, basic, extended or all.")
+    ] = "all",
+    disable_optimizer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="One of its rewritings to leave out; may be repeated."),
+    ] = None,
     gpu_mem_limit: Annotated[
         int | None, typer.Option(min=1, max=1 << 40, help="On CUDA, most MiB of weights and activations.")
     ] = None,
@@ -171,6 +178,10 @@ def run(
     logprobs: flags.Logprobs = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="TTFT, tokens/s and memory after each answer.")
+    ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Say first what is computed with, and how tokens are chosen."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     think: chat_flags.Think = None,
@@ -214,10 +225,11 @@ def run(
         provider, threads=threads, prepack=prepack, cuda_graph=cuda_graph, tf32=tf32,
         greedy_on_device=greedy_on_device, speculate=speculate,
         gpu_mem_limit=None if gpu_mem_limit is None else gpu_mem_limit << 20,
+        optimization_level=optimization_level, disabled_optimizers=tuple(disable_optimizer or ()),
     )  # fmt: skip
     options = RunOptions(
         model=model, prompt=prompt, prompt_ids=prompt_ids, raw=raw, system=system, request=request,
-        session=session, dtype=dtype, revision=revision, max_context=max_context, stats=stats,
+        session=session, dtype=dtype, revision=revision, max_context=max_context, stats=stats, verbose=verbose,
         as_json=as_json, show_thinking=show_thinking, color=color, context_full=context_full,
         cache_dir=cache_dir, batch=batch_options(batch, batch_size, out),
     )  # fmt: skip

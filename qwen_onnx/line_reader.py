@@ -62,7 +62,9 @@ class LineReader:
 
     def __call__(self, prompt: str) -> str:
         """The next line or lines. Raises EOFError for Ctrl-D in an empty line, KeyboardInterrupt for Ctrl-C."""
-        return self._session.prompt(prompt)
+        text = self._session.prompt(prompt)
+        # What stdin's encoding did not know came through as bytes; terminals send UTF-8.
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def can_edit() -> bool:

@@ -20,7 +20,7 @@ from qwen_onnx.runners.generation_options import GenerationRequest
 from qwen_onnx.runners.providers import missing_library, verify_provider
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.session import ONE_DISTRIBUTION, SessionOptions, installed_distributions
-from qwen_onnx.showing import Screen, has_colors, report
+from qwen_onnx.showing import Screen, has_colors, introduce, report
 
 if TYPE_CHECKING:
     from qwen_onnx.hub import ModelSource
@@ -46,6 +46,7 @@ class RunOptions:
     revision: str | None
     max_context: int | None
     stats: bool
+    verbose: bool
     as_json: bool
     show_thinking: bool
     color: bool
@@ -83,6 +84,8 @@ def run_model(options: RunOptions) -> int:
         missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
         raise UserError(f"{chat.runner.folder}: has {missing}")
     _verify_for_template(chat, options)
+    if options.verbose:
+        introduce(chat, bounded(chat, options.request))
     if options.batch is not None:
         request = bounded(chat, options.request)
         return answer_file(

@@ -8,6 +8,7 @@ import sys
 from qwen_onnx.answer import Answer
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.chat import Chat, Token
+from qwen_onnx.runners.generation_options import GenerationRequest
 from qwen_onnx.runners.reasoning import Said
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -80,6 +81,18 @@ def _is_control(character: str) -> bool:
 
 def _spelled(character: str) -> str:
     return "" if character == "\r" else character.encode("unicode_escape").decode()
+
+
+def introduce(chat: Chat, request: GenerationRequest) -> None:
+    """What `--verbose` prints, on stderr: what is computed with, the cache's bytes, the options in force."""
+    runner = chat.runner
+    most = runner.context_length * chat.slot_bytes
+    print(f"{runner.graph.file}, {runner.describe()}", file=sys.stderr)
+    print(
+        f"KV cache: {chat.slot_bytes:,} bytes a token, {most:,} for the whole context of {runner.context_length}",
+        file=sys.stderr,
+    )
+    print(chat.options(request).describe(), file=sys.stderr)
 
 
 def report(chat: Chat, result: Answer) -> None:

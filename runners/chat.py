@@ -65,6 +65,11 @@ class Chat:
         """Bytes of the cache as it is now."""
         return self._cache.nbytes
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that each token takes in the cache."""
+        return self._cache.slot_bytes
+
     def prompt_ids(
         self,
         prompt: Prompt,

@@ -111,9 +111,14 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
+        return self.batch_size * self.capacity * self.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one row's slot, in all buffers together."""
         _, heads, _, size = self._spec.shape
         item = 4 if self._spec.dtype == "float32" else 2
-        return self._count * self.batch_size * int(heads) * self.capacity * int(size) * item
+        return self._count * int(heads) * int(size) * item
 
     @property
     def element_type(self) -> int:

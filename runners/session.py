@@ -24,6 +24,11 @@ PROVIDERS = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
+OPTIMIZATION_LEVELS = {
+    "disabled": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}  # fmt: skip
+"""How far ONNX Runtime may rewrite a graph, by our name; in rising order."""
 SILENT = 4
 """ONNX Runtime's log level that prints nothing: its errors come as exceptions, and are said once."""
 # Flash, memory-efficient and unfused attention, and not cuDNN's, which Hopper would get: it plans anew for each
@@ -60,6 +65,10 @@ class SessionOptions:
     """Guess several greedy tokens from what the context says already, and verify them in one step; on the CPU."""
     gpu_mem_limit: int | None = None
     """Most bytes of a session on CUDA, weights and activations; the cache is not counted. None: no limit."""
+    optimization_level: str = "all"
+    """How far ONNX Runtime rewrites graphs: one of OPTIMIZATION_LEVELS, to find out which rewriting did harm."""
+    disabled_optimizers: tuple[str, ...] = ()
+    """ONNX Runtime's names of single rewritings to leave out, as `SkipLayerNormFusion`."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "gpu_mem_limit"):
@@ -70,6 +79,10 @@ class SessionOptions:
         for name in ("cuda_graph", "tf32", "greedy_on_device", "speculate"):
             if type(getattr(self, name)) is not bool:
                 raise UserError(f"{name} {getattr(self, name)!r}: True or False wanted")
+        if self.optimization_level not in OPTIMIZATION_LEVELS:
+            raise UserError(
+                f"optimization_level {self.optimization_level!r}: one of {', '.join(OPTIMIZATION_LEVELS)} wanted"
+            )
         if self.prepack not in (None, True, False):
             raise UserError(f"prepack {self.prepack!r}: True, False or None wanted")
         if self.speculate and self.greedy_on_device:
@@ -134,6 +147,8 @@ def open_session(
     ort = import_onnxruntime()
     settings = ort.SessionOptions()
     settings.log_severity_level = SILENT
+    level = OPTIMIZATION_LEVELS[options.optimization_level]
+    settings.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
     threads = options.threads
     if threads is None:  # on a GPU what is left to the CPU is the arithmetic of shapes
         threads = physical_cores() if provider == "cpu" else 1
@@ -149,16 +164,16 @@ def open_session(
         **more,
     }
     providers: list[Any] = [(PROVIDERS[provider], chosen)]
-    unwanted = None
+    unwanted = set(options.disabled_optimizers)
     if provider == "tensorrt":
         settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         providers.append((PROVIDERS["cuda"], provider_options("cuda", tf32=options.tf32)))
         # It would write transposed copies of the weights into what TensorRT's parser is given.
-        unwanted = {"ConstantFolding"}
+        unwanted.add("ConstantFolding")
     try:
         # No fallback: it prints on stdout, and starts on the CPU what was asked for elsewhere.
         session = ort.InferenceSession(
-            str(path), settings, providers=providers, enable_fallback=0, disabled_optimizers=unwanted
+            str(path), settings, providers=providers, enable_fallback=0, disabled_optimizers=unwanted or None
         )
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         if options.gpu_mem_limit is not None and "bfc_arena" in str(error):

@@ -52,7 +52,7 @@ def test_reads_what_was_stored(tmp_path: Path, dtype: Any, shards: int) -> None:
 
 
 def test_missing_shard_is_named(sharded: Path) -> None:
-    """Fault (FIELD A21 a): a download that stopped half-way is loaded as it is."""
+    """Fault (A21 a in docs/faults.md): a download that stopped half-way is loaded as it is."""
     (sharded / SECOND).unlink()
     refused(open_checkpoint, sharded, mentions=(SECOND, "incomplete download"))
 
@@ -188,7 +188,7 @@ def test_stored_rotary_frequencies_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_symlinked_files_as_in_the_hub_cache(sharded: Path, tmp_path: Path) -> None:
-    """Fault (FIELD C5): a cached model refused because its files are links into another folder."""
+    """Fault C5: a cached model refused because its files are links into another folder."""
     wanted = {name: tensor.numpy().copy() for name, tensor in open_checkpoint(sharded).tensors.items()}
     snapshot = tmp_path / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)

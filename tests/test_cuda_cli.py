@@ -71,7 +71,7 @@ def test_a_missing_library_is_named_in_one_line(library: str, stand_ins: Path, t
 
 
 def test_a_device_that_computes_nothing_fails_the_check(stand_ins: Path) -> None:
-    """FIELD A4: gibberish on a GPU after an upgrade, and a check that only looks at files."""
+    """A4 in docs/faults.md: gibberish on a GPU after an upgrade, and a check that only looks at files."""
     done = cuda_stand_ins.run(stand_ins, PROGRAM, "check", tiny("f16"), "--provider", "cuda", env=ENVIRONMENT)
     assert done.returncode == 1
     assert done.stdout.startswith("MISMATCH: golden ids:")
@@ -80,7 +80,7 @@ def test_a_device_that_computes_nothing_fails_the_check(stand_ins: Path) -> None
 
 
 def test_a_limit_of_memory_is_kept_and_named(stand_ins: Path) -> None:
-    """FIELD C8: memory that grows until another program's job dies."""
+    """C8 in docs/faults.md: memory that grows until another program's job dies."""
     assert run(stand_ins, tiny(), *ANSWER, "--provider", "cuda", "--gpu-mem-limit", 500).returncode == 0
     done = run(stand_ins, tiny(), *ANSWER, "--provider", "cuda", "--gpu-mem-limit", 1)
     assert (done.returncode, done.stdout) == (1, "")

@@ -61,7 +61,7 @@ def lines(report: Report) -> list[str]:
 
 
 def test_this_machine_is_ready_on_its_cpu() -> None:
-    """Fault (FIELD H4): a doctor that needs what it looks for, or calls a CPU box ill."""
+    """Fault H4: a doctor that needs what it looks for, or calls a CPU box ill."""
     ran = command("doctor")
     assert (ran.code, ran.err) == (0, "")
     verdict = ran.out.splitlines()[-1]
@@ -114,7 +114,7 @@ def test_the_json_is_the_same_report() -> None:
     ],
 )
 def test_the_verdict_is_that_of_the_sessions(machine: Machine, verdict: str) -> None:
-    """Fault (FIELD H1, H5): a GPU and its libraries are there, so it is "ready on cuda"; or the reverse."""
+    """Fault H1, H5: a GPU and its libraries are there, so it is "ready on cuda"; or the reverse."""
     report = examine(ask=machine)
     assert report.verdict == verdict
     assert report.ready == (not verdict.startswith("not"))

@@ -95,7 +95,7 @@ def test_only_a_session_that_computes_has_started(
     fault: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fault (FIELD G8, H1, H5): judged by the list of providers, or by what a file is called."""
+    """Fault G8, H1, H5: judged by the list of providers, or by what a file is called."""
     real = doctor_probe.import_onnxruntime()
     runtime = SimpleNamespace(
         SessionOptions=real.SessionOptions,

@@ -58,12 +58,12 @@ def engines(tmp_path: Path) -> list[Path]:
 
 
 def test_build_builds_once_and_checks_the_golden_ids(tensorrt: Sessions, tmp_path: Path) -> None:
-    """FIELD G3, G4: rebuilt at each start though files exist; an engine that answers garbage taken for good."""
+    """Fault G3, G4: rebuilt at each start though files exist; an engine that answers garbage taken for good."""
     first = command("build", tiny())
     assert first.code == 0, first.err
     assert "engine: built in " in first.err
     assert "golden ids: 32 of 32 equal on tensorrt" in first.out
-    assert "CPUExecutionProvider " in first.err  # which took how many nodes: FIELD G6
+    assert "CPUExecutionProvider " in first.err  # which took how many nodes: fault G6
     assert len(engines(tmp_path)) == 1
     second = command("build", tiny())
     assert "engine: cached in " in second.err
@@ -83,7 +83,7 @@ def test_run_answers_from_an_engine_and_checks_one_that_it_built(tensorrt: Sessi
 
 
 def test_an_engine_with_other_tokens_is_deleted(tensorrt: Sessions, tmp_path: Path) -> None:
-    """FIELD G4: word salad of an engine whose build ended well. Here the golden ids are wrong instead."""
+    """G4 in docs/faults.md: word salad of an engine whose build ended well. Here the golden ids are wrong instead."""
     folder = copy_export(tiny(), tmp_path / "export")
     manifest = json.loads((folder / "export.json").read_text())
     manifest["golden"]["token_ids"][5] += 1
@@ -100,7 +100,7 @@ def test_an_engine_with_other_tokens_is_deleted(tensorrt: Sessions, tmp_path: Pa
 def test_one_number_sets_the_profile_and_the_context(
     asked: int | None, capacity: int, tensorrt: Sessions, own: Path
 ) -> None:
-    """FIELD G1: shapes outside the engine's range, found out in the middle of an answer."""
+    """G1 in docs/faults.md: shapes outside the engine's range, found out in the middle of an answer."""
     chat = load(own, provider="tensorrt", max_context=asked)
     assert chat.runner.context_length == capacity
     (options,) = tensorrt
@@ -121,7 +121,7 @@ def test_a_batch_or_a_greedy_graph_is_refused(tensorrt: Sessions, own: Path) -> 
 def test_a_session_without_an_engine_is_no_success(
     tensorrt: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FIELD G8: TensorRT listed, nothing of the graph on it, and nobody told."""
+    """G8 in docs/faults.md: TensorRT listed, nothing of the graph on it, and nobody told."""
     monkeypatch.setattr(
         engine, "open_session", lambda path, provider, options, **_: open_session(path, "cpu", options)
     )

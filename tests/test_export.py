@@ -71,7 +71,7 @@ def as_in_the_hub_cache(folder: Path) -> Path:
 def test_out_holds_the_weights_once_and_nothing_unasked(
     tmp_path: Path, raw: dict[str, Any], source: Any, dtype: str
 ) -> None:
-    """Fault (FIELD C2, C4): loose weight files, a tied matrix stored twice, bytes of another tensor."""
+    """Fault C2, C4: loose weight files, a tied matrix stored twice, bytes of another tensor."""
     tensors = write_checkpoint(tmp_path / "model", raw, dtype=source, shards=2)
     (tmp_path / "model" / "README.md").write_text("not copied")
     summary = export_model(str(tmp_path / "model"), tmp_path / "out", dtype=dtype)
@@ -164,7 +164,7 @@ def test_max_context_is_the_rows_of_the_tables(model: Path, tmp_path: Path) -> N
 
 
 def test_side_files_are_copied_untouched(model: Path, tmp_path: Path) -> None:
-    """Fault (FIELD D1, I3): a chat template left behind, a file rewritten, end tokens that nobody noted."""
+    """Fault D1, I3: a chat template left behind, a file rewritten, end tokens that nobody noted."""
     just_enough = byte_level_tokenizer().get_vocab_size()
     write_checkpoint(model, {**QWEN2, "vocab_size": just_enough}, shards=2)
     for name in SIDE_FILES:

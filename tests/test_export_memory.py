@@ -92,7 +92,7 @@ def export(tmp_path: Path) -> Iterator[Callable[..., tuple[int, Path]]]:
 
 
 def test_tensor_is_never_held_whole(export: Callable[..., tuple[int, Path]]) -> None:
-    """Fault (FIELD C3): memory that grows with the largest tensor; this one alone would pass the limit."""
+    """Fault C3: memory that grows with the largest tensor; this one alone would pass the limit."""
     peak, _ = export("F32", "f16", 250 * MB, tied=True)
     assert peak < 250 * MB
 

@@ -151,7 +151,7 @@ def test_link_of_a_file_that_an_export_would_overwrite(
 
 
 def test_tokenizer_larger_than_the_embedding(model: Path, assert_untouched: Callable[..., str]) -> None:
-    """Fault (FIELD D5): an export whose own tokenizer makes ids that crash it."""
+    """Fault D5: an export whose own tokenizer makes ids that crash it."""
     ids = byte_level_tokenizer().get_vocab_size()
     write_checkpoint(model, {**QWEN2, "vocab_size": ids - 1}, shards=2)
     (model / "tokenizer.json").write_text(tokenizer_json())

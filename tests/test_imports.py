@@ -54,7 +54,7 @@ def loaded_after(code: str, *arguments: object) -> set[str]:
 
 
 def test_nothing_imports_torch_or_transformers() -> None:
-    """Fault (FIELD A6, H3): gigabytes to install, and exports that break with each of their releases."""
+    """Fault A6, H3: gigabytes to install, and exports that break with each of their releases."""
     for name, path in modules().items():
         roots = {module.partition(".")[0] for module in imports(path)}
         assert not roots & {"torch", "transformers"}, name

@@ -174,7 +174,7 @@ GENERATION = {
 
 
 def test_genai_config_says_all_that_generation_config_does(tmp_path: Path) -> None:
-    """Fault (FIELD I5): one end token of two; a context of 2,048 for all; penalties dropped without a word."""
+    """Fault I5: one end token of two; a context of 2,048 for all; penalties dropped without a word."""
     write_checkpoint(tmp_path / "Model", QWEN3)
     (tmp_path / "Model" / "generation_config.json").write_text(json.dumps(GENERATION), encoding="utf-8")
     summary = export(tmp_path / "Model", tmp_path / "out", layout="onnxruntime-genai", max_context=50)

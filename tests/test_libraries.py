@@ -62,14 +62,14 @@ def test_all_are_there_with_their_versions(tmp_path: Path) -> None:
 
 
 def test_a_missing_one_is_told_in_the_loaders_words(tmp_path: Path) -> None:
-    """Fault (FIELD H4): "CUDA is not available", and no word of the one file that lacks."""
+    """Fault H4: "CUDA is not available", and no word of the one file that lacks."""
     found = cuda({name: CUDA_13[name] for name in CUDA_13 if "cublasLt" not in name}, tmp_path)
     missing = Library("libcublasLt.so.13", None, None, f"libcublasLt.so.13: {WORDS}")
     assert [library for library in found.values() if library.fault] == [missing]
 
 
 def test_libraries_of_cuda_12_are_no_cuda_13(tmp_path: Path) -> None:
-    """Fault (FIELD H1): the wheel wants CUDA 13, the box has 12, and nobody says so."""
+    """Fault H1: the wheel wants CUDA 13, the box has 12, and nobody says so."""
     found = cuda(CUDA_12, tmp_path)
     assert found["libcublas.so.13"].fault == f"libcublas.so.13: {WORDS}; libcublas.so.12 is there, of CUDA 12"
     assert found["libcublas.so.13"].version is None
@@ -88,7 +88,7 @@ def test_a_build_for_cuda_12_wants_cuda_12(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("broken", "found"), [(False, "pip"), (True, "system")])
 def test_pips_library_comes_before_the_systems(broken: bool, found: str, tmp_path: Path) -> None:
-    """Fault (FIELD H4): another file looked at than the one ONNX Runtime loads."""
+    """Fault H4: another file looked at than the one ONNX Runtime loads."""
     file = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
     file.parent.mkdir(parents=True)
     file.touch()

@@ -110,7 +110,7 @@ def test_bias_and_penalties_reach_the_choice(chat: Chat) -> None:
 
 
 def test_ids_without_a_name_are_never_drawn(chat: Chat) -> None:
-    """Rows of the embedding beyond the tokenizer's ids (FIELD D5): flat logits draw from all."""
+    """Rows of the embedding beyond the tokenizer's ids (D5 in docs/faults.md): flat logits draw from all."""
     size = chat.tokenizer.size
     assert size < chat.runner.manifest.vocab_size
     flat = SamplingOptions(temperature=1e6, seed=0)
@@ -120,7 +120,7 @@ def test_ids_without_a_name_are_never_drawn(chat: Chat) -> None:
 
 
 def test_a_stop_string_ends_and_is_not_shown(trained: Chat) -> None:
-    """Across tokens, cut exactly (FIELD E6); several at once."""
+    """Across tokens, cut exactly (E6 in docs/faults.md); several at once."""
     tokens = say(trained, PARIS, 40, stop=["nothing", "of Fr", "is Paris"])
     assert text(tokens) == "The capital "
     assert tokens[-1].finish_reason is FinishReason.STOP
@@ -343,7 +343,7 @@ def test_a_chat_that_cannot_answer_does_not_begin() -> None:
 
 
 def test_params_show_what_is_in_force(tmp_path: Path) -> None:
-    """A temperature that is somebody's guess (FIELD E7)."""
+    """A temperature that is somebody's guess (E7 in docs/faults.md)."""
     values = {**QWEN, "max_new_tokens": 77, "num_beams": 4}
     folder = with_config(tiny(), tmp_path / "export", values)
     arguments = ("--top-k", 5, "--stop", "END", "--seed", 8, "--provider", "cpu")

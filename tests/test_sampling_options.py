@@ -79,7 +79,7 @@ def test_options_are_frozen_and_copy_their_bias() -> None:
 
 
 def test_everything_in_the_file_is_in_force(tmp_path: Path) -> None:
-    """Hidden defaults, or defaults dropped (FIELD E7)."""
+    """Hidden defaults, or defaults dropped (E7 in docs/faults.md)."""
     more = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -1, "max_new_tokens": 2048,
             "min_new_tokens": 3, "stop_strings": ["END", "\n\n"]}  # fmt: skip
     found = defaults(tmp_path, {**QWEN, **more})
@@ -164,7 +164,7 @@ def test_what_is_asked_for_overrides_the_file(
     ids=str,
 )  # fmt: skip
 def test_who_asks_for_sampling_gets_it(asked: dict[str, Any], draws: bool) -> None:
-    """`temperature does nothing` (FIELD E7), since the file says do_sample false."""
+    """`temperature does nothing` (E7 in docs/faults.md), since the file says do_sample false."""
     assert in_force(SamplingOptions(**asked), SamplingOptions(do_sample=False)).do_sample == draws
 
 

@@ -19,7 +19,7 @@ def shown(strings: list[str], *pieces: str) -> tuple[list[str], bool]:
 
 
 def test_a_string_across_pieces_is_never_shown() -> None:
-    """`E` printed before `ND` comes (FIELD E6)."""
+    """`E` printed before `ND` comes (E6 in docs/faults.md)."""
     assert shown(["END"], "the ", "E", "ND! and") == (["the ", "", "", ""], True)
 
 

@@ -65,7 +65,7 @@ def refused(options: dict[str, str]) -> str:
 
 @given(layers=st.integers(1, 8), heads=st.integers(1, 16), capacity=COUNTS, chunk=COUNTS, batch=COUNTS)
 def test_one_profile_holds_every_run(layers: int, heads: int, capacity: int, chunk: int, batch: int) -> None:
-    """Fault (FIELD G1): an input left out, or a range that one run leaves, rebuilds the engine for minutes."""
+    """Fault G1: an input left out, or a range that one run leaves, rebuilds the engine for minutes."""
     inputs = graph_inputs(layers, heads)
     ranges = tensorrt.profile(inputs, capacity=capacity, prefill_chunk=chunk, batch_size=batch)
     options = {option: parse(value) for option, value in tensorrt.profile_options(ranges).items()}
@@ -87,7 +87,7 @@ def test_one_profile_holds_every_run(layers: int, heads: int, capacity: int, chu
 
 @pytest.mark.parametrize(("capacity", "past"), [(1, 1), (2, 1), (3, 2), (4096, 2048)])
 def test_engines_are_tuned_for_decode(capacity: int, past: int) -> None:
-    """Fault (FIELD G7): tuned for a long prompt, every token pays for kernels made for prefill."""
+    """Fault G7: tuned for a long prompt, every token pays for kernels made for prefill."""
     ranges = tensorrt.profile(graph_inputs(1), capacity=capacity, prefill_chunk=512)
     assert tensorrt.profile_options(ranges)[OPT] == (
         f"input_ids:1x1,attention_mask:1x{past + 1},position_ids:1x1,"
@@ -96,7 +96,7 @@ def test_engines_are_tuned_for_decode(capacity: int, past: int) -> None:
 
 
 def test_fixed_inputs_are_in_no_profile() -> None:
-    """Fault (FIELD G3): ONNX Runtime counts the inputs, finds one more than are dynamic, and builds again."""
+    """Fault G3: ONNX Runtime counts the inputs, finds one more than are dynamic, and builds again."""
     fixed = TensorSpec("scale", "float32", (1, 4))
     ranges = tensorrt.profile((fixed, *graph_inputs()), capacity=8, prefill_chunk=4)
     assert all("scale" not in option for option in tensorrt.profile_options(ranges).values())
@@ -111,7 +111,7 @@ def test_impossible_ranges_are_refused(name: str, number: int) -> None:
 
 
 def test_an_unknown_dimension_is_named() -> None:
-    """Fault (FIELD G1): a graph of another lowering, whose lengths nobody gave a range."""
+    """Fault G1: a graph of another lowering, whose lengths nobody gave a range."""
     inputs = (*graph_inputs(), TensorSpec("cache", "float16", (BATCH, 2, "cache_capacity", 64)))
     with pytest.raises(UserError, match="input cache: dimension 'cache_capacity' found, one of batch_size"):
         tensorrt.profile(inputs, capacity=8, prefill_chunk=4)
@@ -160,7 +160,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def test_the_same_engine_has_the_same_folder() -> None:
-    """Fault (FIELD G3): engines built again at each start although they exist."""
+    """Fault G3: engines built again at each start although they exist."""
     folder = tensorrt.engine_folder(Path("cache"), **key())
     weights = dict(reversed(key()["weights_sha256"].items()))
     assert folder == tensorrt.engine_folder(Path("cache"), **key(weights_sha256=weights))
@@ -169,7 +169,7 @@ def test_the_same_engine_has_the_same_folder() -> None:
 
 
 def test_each_change_is_another_folder() -> None:
-    """Fault (FIELD G3): the engine of other weights, or of another GPU, answers for this one."""
+    """Fault G3: the engine of other weights, or of another GPU, answers for this one."""
     folders = {tensorrt.engine_folder(Path("cache"), **key(**change)) for change in [{}, *CHANGES]}
     assert len(folders) == len(CHANGES) + 1
 
@@ -188,7 +188,7 @@ def test_any_name_makes_a_safe_folder(gpu: str, version: str, capability: str) -
 def test_paths_reach_the_provider_as_they_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault (FIELD G5): a cache in a folder with a space is looked for elsewhere."""
+    """Fault G5: a cache in a folder with a space is looked for elsewhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.platform", "linux")
     for folder in (tmp_path / name, Path(name)):
@@ -197,7 +197,7 @@ def test_paths_reach_the_provider_as_they_are(
 
 
 def test_a_path_that_the_provider_cannot_open_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault (FIELD G5): on Windows it reads names in the code page, finds no engine, and builds one each time."""
+    """Fault G5: on Windows it reads names in the code page, finds no engine, and builds one each time."""
     with pytest.raises(UserError, match="set QWEN_ONNX_ENGINES to a plain one"):
         tensorrt.tensorrt_options(Path(os.fsdecode(b"latin-\xfc")), key()["profile"])
     monkeypatch.setattr("sys.platform", "win32")
@@ -207,7 +207,7 @@ def test_a_path_that_the_provider_cannot_open_is_refused(monkeypatch: pytest.Mon
 
 
 def test_engines_and_timings_are_kept_and_no_precision_is_named() -> None:
-    """Faults (FIELD G3; TensorRT 11 has no such flags): nothing cached; an f32 norm computed in f16."""
+    """Faults (G3; TensorRT 11 has no such flags in docs/faults.md): nothing cached; an f32 norm computed in f16."""
     options = tensorrt.tensorrt_options(Path("/cache"), key()["profile"])
     assert options["trt_engine_cache_enable"] == options["trt_timing_cache_enable"] == "True"
     assert options["trt_engine_cache_prefix"] == "qwen"
@@ -249,7 +249,7 @@ def test_only_engine_files_are_engines(tmp_path: Path) -> None:
 
 
 def test_an_engine_written_again_was_built(tmp_path: Path) -> None:
-    """Fault (FIELD G3): minutes of building, reported as `cached` because the file was there before."""
+    """Fault G3: minutes of building, reported as `cached` because the file was there before."""
     engine = tmp_path / "qwen_12_0_0_sm90.engine"
     empty = tensorrt.engine_stamps(tmp_path)
     assert tensorrt.engine_state(empty, empty) == "none"

@@ -124,6 +124,8 @@ def test_ctrl_c_twice_at_the_prompt() -> None:
 
 READY = b"\x1b[?2004h"  # what a prompt begins with: pasted lines are asked to come marked as such
 
+ENDED = b"\x1b[?2004l"
+
 
 @contextlib.contextmanager
 def session(

@@ -1,4 +1,4 @@
-"""What the tests of FIELD.md's entries have in common: exports followed token by token, and all of their graphs."""
+"""What the tests of docs/faults.md have in common: exports followed token by token, and all of their graphs."""
 
 from __future__ import annotations
 

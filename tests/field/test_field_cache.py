@@ -1,4 +1,4 @@
-"""FIELD.md, chapter F: the cache, how it is bound, and what of CUDA graphs a CPU can show."""
+"""docs/faults.md, chapter F: the cache, how it is bound, and what of CUDA graphs a CPU can show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FIELD.md, chapter A: from a checkpoint to an export that holds what it should."""
+"""docs/faults.md, chapter A: from a checkpoint to an export that holds what it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FIELD.md, chapter A: what config.json and the shards' index say is done, or refused by name."""
+"""docs/faults.md, chapter A: what config.json and the shards' index say is done, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FIELD.md, chapter A: what the graphs of an export compute, and of which operators they are."""
+"""docs/faults.md, chapter A: what the graphs of an export compute, and of which operators they are."""
 
 from __future__ import annotations
 

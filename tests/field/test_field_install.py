@@ -1,4 +1,4 @@
-"""FIELD.md, chapters G and H: what is installed, which provider starts; and of TensorRT what needs none."""
+"""docs/faults.md, chapters G and H: what is installed, which provider starts; and of TensorRT what needs none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FIELD.md, chapter C, second half: memory of a running model."""
+"""docs/faults.md, chapter C, second half: memory of a running model."""
 
 from __future__ import annotations
 
@@ -105,6 +105,12 @@ def test_c9_a_context_of_131072_is_not_allocated_at_hello(tmp_path: Path) -> Non
     planned = 2 * 2 * 2 * 16 * 256 * 4  # keys and values, layers, heads, size, slots, and f32 on a CPU
     assert f"cache {planned / 1e6:.1f} MB" in ran.err
     assert "of 131072" in ran.err
+    told = command(
+        "run", folder, "--prompt-ids", "1,2,3", "--max-new-tokens", 1, "--provider", "cpu", "-v"
+    ).err
+    assert (
+        f"KV cache: {planned // 256} bytes a token, {planned * 512:,} for the whole context of 131072" in told
+    )
     runner = Runner(folder, ON_CPU)
     cache = runner.new_cache()
     assert (cache.capacity, cache.nbytes, runner.context_length) == (256, planned, 131_072)

@@ -1,4 +1,4 @@
-"""FIELD.md, chapter C, first half: the files of an export, and the memory that making it takes."""
+"""docs/faults.md, chapter C, first half: the files of an export, and the memory that making it takes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""FIELD.md, chapter B: what f16 and bf16 can hold, and where a graph says f32 instead."""
+"""docs/faults.md, chapter B: what f16 and bf16 can hold, and where a graph says f32 instead."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from strict import not_finite
 from test_f16_safety import Run, attend_in_f16, norm_in_f16
 from tolerances import F16, F32_ORDER, NARROW_ON_CPU, assert_close, difference
 
+from qwen_onnx import check
 from qwen_onnx.contract import LOGITS, read_manifest
+from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.session import provider_options
+from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.session import SessionOptions, provider_options
 from qwen_onnx.safetensors_file import read_header
 
 Export = Callable[..., Exported]
@@ -277,3 +281,51 @@ def test_b12_quantised_graphs_too(tmp_path: Path) -> None:
     path = exported_as(tmp_path / "m", tmp_path / "out", dtype="int8") / "prefill.onnx"
     none, every = (logits_at(path, level) for level in ("DISABLE_ALL", "ENABLE_ALL"))
     assert difference(every, none) < 0.05
+
+
+def test_b12_one_rewriting_can_be_left_out() -> None:
+    """A fusion that does harm and that nobody can switch off."""
+    asked = ("run", tiny(), "-p", "What is 3 plus 4?", "--provider", "cpu")
+    for options in (
+        *(("--optimization-level", level) for level in ("disabled", "basic", "extended", "all")),
+        ("--disable-optimizer", "SkipLayerNormFusion", "--disable-optimizer", "ConstantFolding"),
+    ):
+        assert command(*asked, *options).out == "3 plus 4 is 7.\n"
+    assert "optimization_level 'most'" in command(*asked, "--optimization-level", "most").error
+
+
+def test_b12_the_options_reach_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken, and without effect."""
+    seen = []
+    real = onnxruntime.InferenceSession.__init__
+
+    def note(self: Any, path: str, settings: Any, **more: Any) -> None:
+        seen.append((settings.graph_optimization_level, more["disabled_optimizers"]))
+        real(self, path, settings, **more)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", note)
+    options = SessionOptions("cpu", optimization_level="basic", disabled_optimizers=("GeluFusion",))
+    Runner(tiny(), options)
+    assert set(map(str, seen)) == {str((onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC, {"GeluFusion"}))}
+
+
+@pytest.mark.parametrize(
+    ("harmful", "said"), [("extended", "right with --optimization-level basic"), ("", "no less")]
+)
+def test_b12_check_finds_the_level_that_did_harm(
+    harmful: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mismatch after an upgrade, and no way to tell ONNX Runtime's fault from the export's."""
+    folder = copy_export(tiny(), tmp_path / "out")
+    assert command("check", folder, "--provider", "cpu").code == 0
+    real = check.check_golden
+    harmless = ("disabled", "basic") if harmful else ()
+
+    def judged(chat: Chat, manifest: Any) -> Any:
+        found = real(chat, manifest)
+        return dataclasses.replace(found, ok=chat.runner.options.optimization_level in harmless)
+
+    monkeypatch.setattr(check, "check_golden", judged)
+    ran = command("check", folder, "--provider", "cpu")
+    assert ran.code == 1
+    assert said in ran.out

@@ -1,4 +1,4 @@
-"""FIELD.md, chapter I: other runtimes, serving, and several conversations at once."""
+"""docs/faults.md, chapter I: other runtimes, serving, and several conversations at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FIELD.md, chapter E: where an answer ends, and how its text comes."""
+"""docs/faults.md, chapter E: where an answer ends, and how its text comes."""
 
 from __future__ import annotations
 
@@ -201,6 +201,12 @@ def test_e7_what_is_in_force_is_shown(sampled: Path) -> None:
         "run", sampled, "--provider", "cpu", "--top-p", 0.5, stdin="/params\n/exit\n", terminal=True
     )
     for said in ("temperature 0.7", "top_k 20", "top_p 0.5", "repetition_penalty 1.05"):
+        assert said in ran.err
+
+
+def test_e7_what_is_in_force_is_shown_before_an_answer_too(sampled: Path) -> None:
+    ran = command("run", sampled, "--provider", "cpu", "--seed", 3, "-p", "Hi", "-v", "--max-new-tokens", 2)
+    for said in ("temperature 0.7", "top_k 20", "repetition_penalty 1.05", "seed 3", "max_new_tokens 2"):
         assert said in ran.err
 
 

@@ -1,8 +1,10 @@
-"""FIELD.md, chapter J: the command line, and what a benchmark counts."""
+"""docs/faults.md, chapter J: the command line, and what a benchmark counts."""
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,52 @@ from command import command
 from field_runs import opened
 
 from qwen_onnx import UserError, benchmark
+from qwen_onnx.runners import answer_tokens
 from qwen_onnx.runners import chat as chat_module
 from qwen_onnx.runners.session import SessionOptions
 
 CPU = ("--provider", "cpu", "--max-new-tokens", 3)
+
+
+@pytest.mark.parametrize("path", ["/nope", "", "x" * 300, "a\nb", "/dev/null"])
+def test_j1_a_wrong_path_is_one_line(path: str) -> None:
+    """A traceback for a path that was mistyped."""
+    for verb in ("run", "info", "check", "score"):
+        arguments = [
+            verb,
+            path or "./",
+            *(["-p", "Hi"] if verb == "run" else ["-"] if verb == "score" else []),
+        ]
+        assert command(*arguments).error
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
+def test_j1_ctrl_c_stops_the_answer_and_the_second_one_leaves(tmp_path: Path) -> None:
+    """Ctrl-C kills the session instead of the answer."""
+    from test_terminal import ENDED, PATIENCE, READY, session
+
+    arguments = (endless(), "--ignore-eos", "--max-new-tokens", 100_000)
+    with session(*arguments, history=tmp_path / "history") as (terminal, process):
+        terminal.type(b"Hi\r")
+        terminal.wait_for(ENDED)
+        terminal.wait_for_more()  # the answer has begun
+        terminal.type(b"\x03")
+        terminal.wait_for(b"(interrupted)")
+        terminal.wait_for(READY)
+        terminal.type(b"\x03")
+        terminal.wait_for(b"Ctrl-C again")
+        terminal.wait_for(READY)
+        terminal.type(b"\x03")
+        assert process.wait(PATIENCE) == 130
+
+
+def test_j3_commands_and_the_room_that_is_left_can_be_found_out() -> None:
+    """Users who miss what there is, and who meet the end of the context unprepared."""
+    lines = "/help\n/system Be brief.\nHi\n/stats\n/clear\n/reset\n/nonsense\n/exit\n"
+    told = command("run", endless(), *CPU, stdin=lines, terminal=True)
+    assert told.code == 0
+    for said in ("/system TEXT", "/reset", "/quit", "tokens used, ", " left", "no command /nonsense; /help"):
+        assert said in told.err
 
 
 @pytest.mark.parametrize("prompt", ["", " ", "\n", "<|im_start|>", "<|im_end|><|endoftext|>"])
@@ -54,6 +98,7 @@ def test_j5_speed_counts_the_tokens_after_the_first(monkeypatch: pytest.MonkeyPa
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(benchmark, "time", clock)
     monkeypatch.setattr(chat_module, "time", clock)
+    monkeypatch.setattr(answer_tokens, "time", clock)
     monkeypatch.setattr(benchmark, "read_bandwidth", lambda threads: 10.0)
     real = onnxruntime.InferenceSession.run_with_iobinding
     # Of each answer: a prompt, and 4 steps. The first answer, which warms up, takes ten times as long.

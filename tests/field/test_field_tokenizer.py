@@ -1,4 +1,4 @@
-"""FIELD.md, chapter D: tokenizers and chat templates, as an export hands them on."""
+"""docs/faults.md, chapter D: tokenizers and chat templates, as an export hands them on."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from text_fixtures import QWEN3_LIKE, QWEN25_LIKE, byte_level_tokenizer, write_f
 from qwen_onnx import SamplingOptions
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.chat_template import ChatTemplate
+from qwen_onnx.runners.reasoning import ReasoningSplitter
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.session import SessionOptions
 from qwen_onnx.runners.tokenizer import Tokenizer
@@ -109,6 +110,32 @@ def test_d3_the_template_of_qwen3_renders_exactly() -> None:
     text = ChatTemplate(QWEN3_LIKE).render([SYSTEM, *TALK], tools=tools)
     assert '{"type": "function", "function": {"name": "w", "description": "Größe < & > \'x\'"}}' in text
     assert CALLED in text
+
+
+@pytest.mark.parametrize(("thinking", "end"), [(True, ""), (False, "<think>\n\n</think>\n\n"), (None, "")])
+def test_d4_the_switch_of_the_template_is_passed_on(thinking: bool | None, end: str, tmp_path: Path) -> None:
+    """enable_thinking that nobody can set; earlier reasoning that fills the history."""
+    checkpoint = write_chat_checkpoint(tmp_path / "m", template=QWEN3_LIKE)
+    chat = opened(exported_as(checkpoint, tmp_path / "out"))
+    messages = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\nFour."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    assert chat.tokenizer is not None
+    ids = chat.prompt_ids(messages, enable_thinking=thinking)
+    prompt = chat.tokenizer.decode(ids, skip_special_tokens=False)
+    assert prompt.endswith(f"<|im_start|>assistant\n{end}")
+    assert "Two" not in prompt
+
+
+def test_d4_reasoning_split_over_tokens_is_kept_from_scripts() -> None:
+    """<think> leaks into what scripts read."""
+    splitter = ReasoningSplitter()
+    parts = [splitter.push(character) for character in "<think>\nTwo and two.\n</think>\n\nFour."]
+    parts.append(splitter.flush())
+    assert "".join(said.answer for said in parts) == "Four."
+    assert "".join(said.reasoning for said in parts) == "Two and two."
 
 
 def test_d5_rows_without_a_token_are_never_chosen(tmp_path: Path) -> None:
