@@ -160,6 +160,8 @@ def run(
     ] = None,
     top_logits: Annotated[int, typer.Option(min=0, help="Show the K best tokens of each step.")] = 0,
     logprobs: flags.Logprobs = None,
+    json_schema: flags.JsonSchema = None,
+    regex: flags.Regex = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="TTFT, tokens/s and memory after each answer.")
     ] = False,
@@ -179,7 +181,7 @@ def run(
     request = GenerationRequest(
         max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, min_new_tokens=min_new_tokens, stop=stop or None,
         sampling=flags.without_drawing(sampling) if greedy else sampling, top_logits=top_logits,
-        logprobs=logprobs,
+        logprobs=logprobs, constraint=flags.parse_constraint(json_schema, regex),
     )  # fmt: skip
     session = SessionOptions(
         provider, threads=threads, prepack=prepack, cuda_graph=cuda_graph, tf32=tf32,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat_template import ChatTemplate
+from qwen_onnx.runners.constraint import as_constraint
 from qwen_onnx.runners.detokenizer import StreamDetokenizer
 from qwen_onnx.runners.generate import FinishReason, generate_ids
 from qwen_onnx.runners.generation_defaults import read_defaults
 from qwen_onnx.runners.generation_options import GenerationOptions, GenerationRequest
+from qwen_onnx.runners.grammar import Grammars
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.sampling_options import SamplingOptions, in_force
 from qwen_onnx.runners.stop_strings import StopStrings, verified_stop
@@ -132,6 +135,7 @@ class Chat:
             min_new_tokens=self.defaults.min_new_tokens if least is None else least,
             logprobs=request.logprobs,
             stop=stop,
+            grammar=None if request.constraint is None else self._grammars.compile(request.constraint),
         )
 
     def generate(
@@ -145,6 +149,8 @@ class Chat:
         stop: str | Sequence[str] | None = None,
         min_new_tokens: int | None = None,
         logprobs: int | None = None,
+        json_schema: Mapping[str, object] | bool | str | None = None,
+        regex: str | None = None,
         tools: Tools | None = None,
         enable_thinking: bool | None = None,
         reuse_cache: bool = True,
@@ -152,6 +158,9 @@ class Chat:
         """Tokens after a raw text, token ids or chat messages; the options are those of `GenerationRequest`.
 
         What is None is as the export's generation_config.json, or its chat template, says.
+
+        Args:
+            json_schema, regex: the answer is JSON of this schema, or matches this expression: see `as_constraint`.
 
         Raises:
             UserError: an unusable prompt or option, or a prompt longer than the context; before any compute. And
@@ -166,6 +175,7 @@ class Chat:
             stop=stop,
             min_new_tokens=min_new_tokens,
             logprobs=logprobs,
+            constraint=as_constraint(json_schema=json_schema, regex=regex),
             tools=tools,
             enable_thinking=enable_thinking,
             reuse_cache=reuse_cache,
@@ -227,6 +237,12 @@ class Chat:
                 )
             if reason is not None:
                 return
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        if self.tokenizer is None:
+            raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text to hold to a constraint")
+        return Grammars(self.tokenizer, size=self._size, eos_token_ids=self.eos_token_ids)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -85,7 +85,7 @@ def verify_options(model: LogitsModel, options: GenerationOptions) -> None:
     if (model.chooses or model.scores) and not options.plain:
         name = "greedy_on_device" if model.chooses else "speculate"
         raise UserError(
-            f"{name} is greedy: no sampling, penalties, logit_bias or min_new_tokens; "
+            f"{name} is greedy: no sampling, penalties, logit_bias, min_new_tokens, json_schema or regex; "
             "--greedy (SamplingOptions.greedy()) leaves out those of generation_config.json"
         )
 
@@ -135,7 +135,9 @@ def generate_ids(
         size=size,
         eos_token_ids=eos_token_ids,
         min_new_tokens=options.min_new_tokens,
+        matcher=None if options.grammar is None else options.grammar.matcher(hold_end=options.ignore_eos),
     )
+    goes_on = options.ignore_eos and options.grammar is None
     lookup = PromptLookup(prompt_ids) if model.scores else None
     new_ids, made = np.array([prompt_ids[cached:]], np.int64), 0
     while True:
@@ -152,7 +154,7 @@ def generate_ids(
         for later, (token_id, logits) in zip(reversed(range(len(chosen))), chosen, strict=True):
             made += 1
             reason = None
-            if token_id in eos_token_ids and not options.ignore_eos:
+            if token_id in eos_token_ids and not goes_on:
                 reason = FinishReason.EOS
             elif made == options.max_new_tokens:
                 reason = FinishReason.LENGTH
