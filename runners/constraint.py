@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterator, Mapping
-from decimal import Decimal
+from collections.abc import Mapping
 from typing import Literal
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.schema_bounds import LONGEST_REGEX, LONGEST_SCHEMA, verify_schema
 
-_LONGEST = {"json_schema": 1 << 20, "regex": 1 << 16}
-"""Characters; forced text is tokenized anew at each token of it."""
-_LARGEST_MULTIPLE = 10_000
-"""Of the states that `multipleOf` takes: as many as the number, with several of them their common multiple."""
+_LONGEST = {"json_schema": LONGEST_SCHEMA, "regex": LONGEST_REGEX}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,29 +60,9 @@ def _schema_text(schema: object) -> str:
             value = {}
         if not isinstance(value, Mapping):
             raise UserError(f"json_schema {value!r}: an object, or true, wanted")
-        _verify_multiples(value)
+        verify_schema(value)
         return json.dumps(value, allow_nan=False)  # in the order of its properties, which answers keep
     except RecursionError:
         raise UserError("json_schema is nested too deeply") from None
     except (TypeError, ValueError) as error:
         raise UserError(f"json_schema is not JSON ({error})") from None
-
-
-def _verify_multiples(schema: object) -> None:
-    """Raises UserError for `multipleOf` whose automaton would take minutes and gigabytes: nothing else bounds it."""
-    found = [Decimal(str(value)) for value in _multiples(schema)]
-    scale = 10 ** max([0, *(-int(value.normalize().as_tuple().exponent) for value in found)])
-    common = math.lcm(*(int(value * scale) for value in found))
-    if common > _LARGEST_MULTIPLE:
-        raise UserError(f"json_schema: multipleOf up to {_LARGEST_MULTIPLE:,} is taken, {common:,} needed")
-
-
-def _multiples(schema: object) -> Iterator[float]:
-    if isinstance(schema, Mapping):
-        value = schema.get("multipleOf")
-        if type(value) is int or (type(value) is float and math.isfinite(value)):
-            yield value
-        schema = list(schema.values())
-    if isinstance(schema, list | tuple):
-        for item in schema:
-            yield from _multiples(item)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.constraint import Constraint
 from qwen_onnx.runners.detokenizer import token_bytes
+from qwen_onnx.runners.schema_bounds import STACK
 from qwen_onnx.runners.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -125,7 +128,13 @@ class Grammars:
                 )
         except ValueError as error:
             raise UserError(f"{constraint.kind} cannot be used: {error}") from None
-        start = LLMatcher(self._tokenizer, text, log_level=0)
+        with ThreadPoolExecutor(1) as pool:  # the compiler calls itself, deeper than some threads' stacks
+            usual = threading.stack_size(STACK)
+            try:
+                made = pool.submit(LLMatcher, self._tokenizer, text, log_level=0)
+            finally:
+                threading.stack_size(usual)
+            start = made.result()
         start.compute_bitmask()  # which finds out when no text fits
         _verify(start, self._vocabulary, f"{constraint.kind} cannot be used")
         return Grammar(start, self._vocabulary, constraint)
