@@ -96,8 +96,9 @@ def parse_constraint(json_schema: Path | None, regex: str | None) -> Constraint 
         raise UserError(f"--json-schema {json_schema}: no such file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"--json-schema {json_schema}: not UTF-8 (byte {error.start})") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"--json-schema {json_schema}: cannot be read ({error})") from None
+    except (OSError, ValueError) as error:  # a null byte in the name
+        said = getattr(error, "strerror", None) or error
+        raise UserError(f"--json-schema {json_schema}: cannot be read ({said})") from None
     try:
         return as_constraint(json_schema=text)
     except UserError as error:
