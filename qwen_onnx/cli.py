@@ -176,6 +176,8 @@ def run(
     ] = None,
     top_logits: Annotated[int, typer.Option(min=0, help="Show the K best tokens of each step.")] = 0,
     logprobs: flags.Logprobs = None,
+    json_schema: flags.JsonSchema = None,
+    regex: flags.Regex = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="TTFT, tokens/s and memory after each answer.")
     ] = False,
@@ -220,6 +222,7 @@ def run(
         max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, min_new_tokens=min_new_tokens, stop=stop or None,
         sampling=flags.without_drawing(sampling) if greedy else sampling, top_logits=top_logits,
         logprobs=logprobs, tools=chat_flags.read_tools(tools), enable_thinking=think, reuse_cache=cache_reuse,
+        constraint=flags.parse_constraint(json_schema, regex),
     )  # fmt: skip
     session = SessionOptions(
         provider, threads=threads, prepack=prepack, cuda_graph=cuda_graph, tf32=tf32,

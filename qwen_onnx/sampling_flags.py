@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.constraint import Constraint, as_constraint
 from qwen_onnx.runners.sampling_options import SamplingOptions
 
 Greedy = Annotated[
@@ -36,6 +38,11 @@ MinNewTokens = Annotated[int | None, typer.Option(min=0, help="So many tokens be
 Logprobs = Annotated[
     int | None, typer.Option(min=0, help="Show each token's log probability, and those of the K best.")
 ]
+
+JsonSchema = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The answer is JSON of the schema in this file.")
+]
+Regex = Annotated[str | None, typer.Option(metavar="TEXT", help="The answer is a match of this expression.")]
 
 
 def without_drawing(asked: SamplingOptions) -> SamplingOptions:
@@ -71,3 +78,28 @@ def parse_logit_bias(text: str | None) -> dict[int, float] | None:
         except ValueError:
             raise UserError(f"--logit-bias {text!r}: ids and numbers wanted, as 5=-1,7=2.5") from None
     return bias
+
+
+def parse_constraint(json_schema: Path | None, regex: str | None) -> Constraint | None:
+    """What `--json-schema` and `--regex` ask for; None without them.
+
+    Raises:
+        UserError: both, a file that cannot be read, or what is in it is no schema.
+    """
+    if json_schema is not None and regex is not None:
+        raise UserError("--json-schema and --regex are two constraints: give one")
+    if json_schema is None:
+        return as_constraint(regex=regex)
+    try:
+        text = json_schema.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"--json-schema {json_schema}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--json-schema {json_schema}: not UTF-8 (byte {error.start})") from None
+    except (OSError, ValueError) as error:  # a null byte in the name
+        said = getattr(error, "strerror", None) or error
+        raise UserError(f"--json-schema {json_schema}: cannot be read ({said})") from None
+    try:
+        return as_constraint(json_schema=text)
+    except UserError as error:
+        raise UserError(f"--json-schema {json_schema}: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from qwen_onnx.runners.answer_tokens import AnswerTokens
 from qwen_onnx.runners.answer_tokens import Token as Token
 from qwen_onnx.runners.batch import Row, generate_rows, verify_batches
 from qwen_onnx.runners.chat_template import ChatTemplate
+from qwen_onnx.runners.constraint import as_constraint
 from qwen_onnx.runners.generate import AnswerIds, FinishReason, generate_ids, verify_prompt
 from qwen_onnx.runners.generation_defaults import read_defaults
 from qwen_onnx.runners.generation_options import GenerationOptions, GenerationRequest
+from qwen_onnx.runners.grammar import Grammars
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.sampling_options import SamplingOptions, in_force
 from qwen_onnx.runners.saved_session import load_session, save_session
@@ -165,6 +168,7 @@ class Chat:
             min_new_tokens=self.defaults.min_new_tokens if least is None else least,
             logprobs=request.logprobs,
             stop=stop,
+            grammar=None if request.constraint is None else self._grammars.compile(request.constraint),
         )
 
     def generate(
@@ -178,6 +182,8 @@ class Chat:
         stop: str | Sequence[str] | None = None,
         min_new_tokens: int | None = None,
         logprobs: int | None = None,
+        json_schema: Mapping[str, object] | bool | str | None = None,
+        regex: str | None = None,
         tools: Tools | None = None,
         enable_thinking: bool | None = None,
         reuse_cache: bool = True,
@@ -185,6 +191,9 @@ class Chat:
         """Tokens after a raw text, token ids or chat messages; the options are those of `GenerationRequest`.
 
         What is None is as the export's generation_config.json, or its chat template, says.
+
+        Args:
+            json_schema, regex: the answer is JSON of this schema, or matches this expression: see `as_constraint`.
 
         Raises:
             UserError: an unusable prompt or option, or a prompt longer than the context; before any compute. And
@@ -199,6 +208,7 @@ class Chat:
             stop=stop,
             min_new_tokens=min_new_tokens,
             logprobs=logprobs,
+            constraint=as_constraint(json_schema=json_schema, regex=regex),
             tools=tools,
             enable_thinking=enable_thinking,
             reuse_cache=reuse_cache,
@@ -288,6 +298,12 @@ class Chat:
         )
         tokens = AnswerTokens(self.tokenizer, options, prompt_tokens=len(prompt_ids), started=started)
         return Row(prompt_ids, ids, tokens, ended=options.max_new_tokens == 0)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        if self.tokenizer is None:
+            raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text to hold to a constraint")
+        return Grammars(self.tokenizer, size=self._size, eos_token_ids=self.eos_token_ids)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

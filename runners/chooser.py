@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners import penalties, sampling
+from qwen_onnx.runners.grammar import Matcher
 from qwen_onnx.runners.sampling_options import Sampling
 
 
@@ -23,15 +24,18 @@ class Chooser:
         size: int,
         eos_token_ids: Collection[int] = (),
         min_new_tokens: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
         """For an answer to this prompt.
 
         Args:
             size: ids that name a token: the length of the logits.
             min_new_tokens: tokens before `eos_token_ids` can be chosen.
+            matcher: of the ids that can come next; it has the last word.
         """
         self._values, self._eos, self._least = values, eos_token_ids, min_new_tokens
-        self._plain = values.plain and not min_new_tokens
+        self._matcher = matcher
+        self._plain = values.plain and not min_new_tokens and matcher is None
         if self._plain:  # which keeps no books
             return
         self._made = 0
@@ -66,12 +70,14 @@ class Chooser:
         """Count an id as chosen."""
         if self._plain:
             return
+        if self._matcher is not None:
+            self._matcher.take(token_id)
         self._made += 1
         self._counts[token_id] += 1
         self._seen[token_id] = True
 
     def penalised(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits, f32 [size], after bias, penalties and the end tokens that are held off, in this order."""
+        """Logits, f32 [size], after bias, penalties, and the ids that are held off, in this order."""
         values, scores = self._values, logits
         if values.logit_bias:
             scores = penalties.with_bias(scores, values.logit_bias)
@@ -82,17 +88,27 @@ class Chooser:
             scores = penalties.with_count_penalties(
                 scores, self._counts, presence=values.presence_penalty, frequency=values.frequency_penalty
             )
-        if self._made < self._least:
+        if self._matcher is not None:
+            scores = self._matcher.masked(scores, hold_end=self._made < self._least)
+        elif self._made < self._least:
             scores = penalties.without_ids(scores, self._eos)
         return scores
 
     def candidates(self, scores: NDArray[np.float32]) -> sampling.Candidates:
         """What of `penalised` is drawn from."""
-        values = self._values
-        return sampling.candidates(
+        values, ids = self._values, None
+        if (
+            self._matcher is not None
+        ):  # a few ids, mostly: a whole vocabulary at -inf takes milliseconds to part
+            ids = np.flatnonzero(scores > -np.inf)
+            scores = scores[ids]
+        found = sampling.candidates(
             scores,
             temperature=values.temperature,
             top_k=values.top_k,
             top_p=values.top_p,
             min_p=values.min_p,
         )
+        if ids is None:
+            return found
+        return sampling.Candidates(ids if found.ids is None else ids[found.ids], found.weights)

@@ -4,6 +4,7 @@ import codecs
 import json
 import operator
 import re
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from qwen_onnx.runners.tokenizer import Tokenizer
@@ -47,12 +48,7 @@ class _Bytes:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int, token: str) -> str:
-        try:
-            content = bytes([self._byte_of[char] for char in token])
-        except KeyError:
-            # One character outside the alphabet, and the decoder takes the whole token as plain text.
-            content = token.encode()
-        return self._utf8.decode(content)
+        return self._utf8.decode(_content(token, self._byte_of))
 
     def flush(self) -> str:
         held = self._utf8.decode(b"", final=True)
@@ -110,6 +106,32 @@ class _Whole:
         text = self._tokenizer.decode(self._held, skip_special_tokens=self._skip_special_tokens)
         self._held = []
         return text
+
+
+def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes] | None:
+    """What each id below `size` adds to a text; nothing where it is special or names no token.
+
+    None where that is not decided by the id alone: the tokenizer is not byte-level.
+    """
+    if [stage["type"] for stage in _decoder_stages(tokenizer)] != ["ByteLevel"]:
+        return None
+    byte_of, found = _byte_level_alphabet(), [b""] * size
+    for token, token_id in tokenizer.backend.get_vocab(with_added_tokens=True).items():
+        if token_id < size:
+            found[token_id] = _content(token, byte_of)
+    for token_id in tokenizer.backend.get_added_tokens_decoder():
+        if token_id < size and tokenizer.visible_token(token_id) is None:
+            found[token_id] = b""
+    return found
+
+
+def _content(token: str, byte_of: Mapping[str, int]) -> bytes:
+    """The bytes of a token of a byte-level vocabulary."""
+    try:
+        return bytes([byte_of[char] for char in token])
+    except KeyError:
+        # One character outside the alphabet, and the decoder takes the whole token as plain text.
+        return token.encode()
 
 
 def _pieces_for(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> _Pieces:

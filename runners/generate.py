@@ -89,7 +89,7 @@ def verify_options(model: LogitsModel, options: GenerationOptions) -> None:
     if (model.chooses or model.scores) and not options.plain:
         name = "greedy_on_device" if model.chooses else "speculate"
         raise UserError(
-            f"{name} is greedy: no sampling, penalties, logit_bias or min_new_tokens; "
+            f"{name} is greedy: no sampling, penalties, logit_bias, min_new_tokens, json_schema or regex; "
             "--greedy (SamplingOptions.greedy()) leaves out those of generation_config.json"
         )
 
@@ -125,7 +125,10 @@ class AnswerIds:
             size=size,
             eos_token_ids=eos_token_ids,
             min_new_tokens=options.min_new_tokens,
+            matcher=None if options.grammar is None else options.grammar.matcher(hold_end=options.ignore_eos),
         )
+        # Of a grammar, an end token is chosen where nothing else is left.
+        self._goes_on = options.ignore_eos and options.grammar is None
         self._room = context_length - len(prompt_ids)
         self.made = 0
         """Ids so far."""
@@ -143,7 +146,7 @@ class AnswerIds:
         """The next id of the answer, and whether it ends it; `logits`, as `named` left them, are what is reported."""
         self.made += 1
         options, reason = self._options, None
-        if token_id in self._eos and not options.ignore_eos:
+        if token_id in self._eos and not self._goes_on:
             reason = FinishReason.EOS
         elif self.made == options.max_new_tokens:
             reason = FinishReason.LENGTH

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.constraint import Constraint
+from qwen_onnx.runners.grammar import Grammar
 from qwen_onnx.runners.sampling_options import Sampling, SamplingOptions, verify_count
 from qwen_onnx.runners.stop_strings import verified_stop
 
@@ -33,6 +35,10 @@ class GenerationRequest:
     """So many tokens come before an end token, or the one that completes a stop string."""
     logprobs: int | None = None
     """Each token carries the log probability of its id, and of so many best ids."""
+    constraint: Constraint | None = None
+    """What the answer's text must be, all of it: no reasoning comes before it. It ends with an end token (`eos`)
+    where that text is complete: never before, and there whatever `min_new_tokens` and `ignore_eos` say if nothing
+    else can come. What else ends it (`length`, `context`, `stop`) leaves the beginning of such a text."""
     tools: Sequence[Mapping[str, object]] | None = None
     """JSON schemas of functions, for a chat template that shows them to the model."""
     enable_thinking: bool | None = None
@@ -58,6 +64,8 @@ class GenerationRequest:
         verify_count("logprobs", self.logprobs)
         if not isinstance(self.sampling, SamplingOptions):
             raise UserError(f"sampling {self.sampling!r}: SamplingOptions wanted, or None")
+        if not isinstance(self.constraint, Constraint | None):
+            raise UserError(f"constraint {self.constraint!r}: a Constraint wanted, or None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +83,20 @@ class GenerationOptions:
     """How many of the best ids have theirs beside the chosen one; None for none at all."""
     stop: tuple[str, ...] = ()
     """Looked for in the text, which `generate_ids` does not make."""
+    grammar: Grammar | None = None
+    """What the ids are held to."""
 
     @property
     def plain(self) -> bool:
         """Each id is that of the best logit as the model computed it."""
-        return self.sampling.plain and not self.min_new_tokens
+        return self.sampling.plain and not self.min_new_tokens and self.grammar is None
 
     def describe(self) -> str:
-        """The values in force, in two lines."""
+        """The values in force, in two lines, and a third for a constraint."""
         most = "none" if self.max_new_tokens is None else self.max_new_tokens
         stop = " ".join(map(repr, self.stop)) or "none"
+        held = "" if self.grammar is None else f"\n{self.grammar.constraint.describe()}"
         return (
             f"{self.sampling.describe()}\n"
-            f"max_new_tokens {most}, min_new_tokens {self.min_new_tokens}, stop {stop}"
+            f"max_new_tokens {most}, min_new_tokens {self.min_new_tokens}, stop {stop}{held}"
         )

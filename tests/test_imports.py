@@ -102,7 +102,8 @@ assert len(tokens) == 2
 """
     loaded = loaded_after(code, tmp_path / "out")
     assert "onnxruntime" in loaded
-    assert not loaded & {"onnx", "onnx_ir", "onnxscript", "torch", "transformers", "huggingface_hub"}
+    unused = {"onnx", "onnx_ir", "onnxscript", "torch", "transformers", "huggingface_hub", "llguidance"}
+    assert not loaded & unused
     assert not {name for name in loaded if name.startswith(("qwen_onnx.graphs", "qwen_onnx.export"))}
 
 

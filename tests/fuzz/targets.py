@@ -55,6 +55,29 @@ EXTRA = (
     {"type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 1e9}, [0, 8], [0, 2**63], [2**62, 4],
 )  # fmt: skip
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": -3, "maximum": 300},
+        "b": {"enum": ["x", "yé漢", None]},
+        "c": {"type": "array", "items": {"type": "number", "multipleOf": 0.5}, "minItems": 1, "maxItems": 3},
+        "d": {"type": "string", "maxLength": 5, "pattern": "^[a-z]+$"},
+        "e": {"anyOf": [{"$ref": "#/$defs/f"}, {"const": True}, {"type": "string", "format": "date"}]},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "$defs": {"f": {"type": "object", "properties": {"g": {"$ref": "#"}}}},
+}
+KEYWORDS = (
+    "string", "number", "null", "#", "#/$defs/f", "#/properties/e", "http://x/y", "uuid", "uri", "(a{1000}){1000}",
+    "[", {"not": {}}, {"oneOf": [{}, {}]}, {"allOf": [{"$ref": "#"}]}, {"multipleOf": 9_999_991}, {"minItems": 2**40},
+    {"x-guidance": {"whitespace_flexible": True}}, {"patternProperties": {"^a": {}}}, {"type": ["null", "array"]},
+)  # fmt: skip
+PIECES = (
+    "a", "b", "[ab]", "é", "漢", r"\d", r"\w", r"\p{L}", ".", "|", "*", "+", "?", "{3}", "{1000}", "{0,99}", "(", ")",
+    "(?i)", "(?=", "(?P<x>", "[^", "]", "^", "$", r"\b", r"\1", "\\", "/", "\n", "\0", "\ud800", '"', "&&", "~",
+)  # fmt: skip
+
 
 class Base:
     """What the cases are made of: a checkpoint in two shards and its export; and a folder to write in."""
@@ -272,6 +295,18 @@ def batch_lines(rng: random.Random, base: Base) -> None:
         raise refusal
 
 
+def constraint(rng: random.Random, base: Base) -> None:
+    """A JSON schema, or a regular expression."""
+    if rng.random() < 0.6:
+        schema = damaged_json(rng, SCHEMA, KEYWORDS).decode("utf-8", "replace")
+        tokens = list(base.chat.generate([1, 2, 3], max_new_tokens=50, json_schema=schema))
+        if tokens[-1].finish_reason == "eos":
+            json.loads("".join(token.text for token in tokens))
+    else:
+        regex = "".join(rng.choices(PIECES, k=rng.randrange(9)))
+        list(base.chat.generate([1, 2, 3], max_new_tokens=20, regex=regex))
+
+
 def options(rng: random.Random, base: Base) -> None:
     """The command line."""
     damaged_command(rng, base.export, base.checkpoint, base.scratch)
@@ -311,6 +346,7 @@ TARGETS: dict[str, tuple[Target, int]] = {
     "weights": (weights, 600),
     "prompt_ids": (prompt_ids, 1000),
     "batch_lines": (batch_lines, 1000),
+    "constraint": (constraint, 1000),
     "options": (options, 600),
 }
 """Each with its part of a run."""
