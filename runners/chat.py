@@ -13,25 +13,21 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.runners.answer_tokens import AnswerTokens
 from qwen_onnx.runners.answer_tokens import Token as Token
 from qwen_onnx.runners.batch import Row, generate_rows, verify_batches
-from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.constraint import as_constraint
 from qwen_onnx.runners.generate import AnswerIds, FinishReason, generate_ids, verify_prompt
 from qwen_onnx.runners.generation_defaults import read_defaults
 from qwen_onnx.runners.generation_options import GenerationOptions, GenerationRequest
 from qwen_onnx.runners.grammar import Grammars
+from qwen_onnx.runners.prompts import Message as Message
+from qwen_onnx.runners.prompts import Prompt as Prompt
+from qwen_onnx.runners.prompts import PromptEncoder, Tools
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.sampling_options import SamplingOptions, in_force
 from qwen_onnx.runners.saved_session import load_session, save_session
 from qwen_onnx.runners.score import Score, score_ids
 from qwen_onnx.runners.stop_strings import verified_stop
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
-
-Message = Mapping[str, object]
-"""A chat message: `role` (system, user, assistant, tool) and `content`."""
-Prompt = str | Sequence[int] | Sequence[Message]
-"""A raw text, token ids, or chat messages."""
-Tools = Sequence[Mapping[str, object]]
-"""JSON schemas of functions, as OpenAI's API has them."""
+from qwen_onnx.runners.vocabulary import Vocabulary
 
 
 class Chat:
@@ -44,19 +40,14 @@ class Chat:
         """`qwen_onnx.load` makes one of a folder."""
         folder = runner.folder
         self.runner = runner
-        has_tokenizer = (folder / TOKENIZER_FILE).exists()
-        self.tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
-        self.template = ChatTemplate.from_folder(folder) if has_tokenizer else None
+        self._prompts = PromptEncoder(folder, rows=runner.manifest.vocab_size)
+        self.tokenizer, self.template = self._prompts.tokenizer, self._prompts.template
         self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
         self.defaults = read_defaults(folder)
         self._cache = runner.new_cache()
         self._turn = 0
-        self._size, self._holes = runner.manifest.vocab_size, np.empty(0, np.int64)
-        if self.tokenizer is not None:
-            self._size, self._holes = min(self._size, self.tokenizer.size), self.tokenizer.holes
-        nameless = np.arange(runner.manifest.vocab_size) >= self._size
-        nameless[self._holes] = True
-        runner.exclude(nameless)
+        self._vocabulary = _vocabulary(runner, self.tokenizer)
+        runner.exclude(self._vocabulary.nameless(np.arange(runner.manifest.vocab_size)))
 
     @property
     def context_used(self) -> int:
@@ -89,27 +80,9 @@ class Chat:
         Raises:
             UserError: the export has no tokenizer or template, they refuse the input, or an id has no row.
         """
-        if isinstance(prompt, str):
-            return self._tokenizer().encode(prompt)
-        ids = [item for item in prompt if isinstance(item, int | np.integer) and not isinstance(item, bool)]
-        if len(ids) == len(prompt):
-            rows = self.runner.manifest.vocab_size
-            for token_id in ids:  # now, as Python's numbers: an int64 would not hold each of them
-                if not 0 <= token_id < rows:
-                    raise UserError(f"token id {token_id} is outside the embedding's {rows} rows")
-            return [int(token_id) for token_id in ids]
-        messages = [item for item in prompt if isinstance(item, Mapping)]
-        if len(messages) != len(prompt):
-            raise UserError("a prompt is a text, a list of token ids or a list of messages, not a mixture")
-        if self.template is None:
-            raise UserError(f"{self.runner.folder}: has no chat template; give raw text or token ids")
-        text = self.template.render(
-            messages,
-            tools=tools,
-            enable_thinking=enable_thinking,
-            add_generation_prompt=add_generation_prompt,
+        return self._prompts.encode(
+            prompt, tools=tools, enable_thinking=enable_thinking, add_generation_prompt=add_generation_prompt
         )
-        return self._tokenizer().encode(text, add_special_tokens=False)
 
     def score(self, prompt: Prompt) -> Score:
         """How likely the model finds a text, token ids or a conversation; the Chat's own cache stays what it is.
@@ -122,7 +95,7 @@ class Chat:
             NonFiniteLogitsError: the model computed NaN or infinity.
         """
         ids = self.prompt_ids(prompt, add_generation_prompt=False)
-        return score_ids(self.runner, ids, size=self._size, holes=self._holes)
+        return score_ids(self.runner, ids, self._vocabulary)
 
     def save(self, path: str | Path, *, messages: Sequence[Message] = ()) -> None:
         """Write the conversation's cache to a file, and messages for whoever loads it; a file, or nothing new.
@@ -157,7 +130,7 @@ class Chat:
             raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text, and so no stop strings")
         values = in_force(request.sampling, self.defaults.sampling)
         for token_id in values.logit_bias:
-            if token_id >= self._size or token_id in self._holes:
+            if self._vocabulary.nameless(np.array(token_id)):
                 raise UserError(f"logit_bias of {token_id}: the id names no token")
         most, least = request.max_new_tokens, request.min_new_tokens
         return GenerationOptions(
@@ -227,15 +200,7 @@ class Chat:
         tokens = AnswerTokens(
             self.tokenizer, options, prompt_tokens=len(prompt_ids), cached_tokens=cached, started=started
         )
-        steps = generate_ids(
-            self.runner,
-            self._cache,
-            prompt_ids,
-            options,
-            eos_token_ids=self.eos_token_ids,
-            size=self._size,
-            holes=self._holes,
-        )
+        steps = generate_ids(self.runner, self._cache, prompt_ids, options, self._vocabulary)
         for made, step in enumerate(steps, start=1):
             token = tokens.push(step)
             if token.finish_reason is FinishReason.STOP:
@@ -281,21 +246,17 @@ class Chat:
         Raises:
             UserError: whatever `stream` would refuse before any compute.
         """
-        prompt_ids = self.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
         self.options(request)
+        return self._verified_ids(prompt, request)
+
+    def _verified_ids(self, prompt: Prompt, request: GenerationRequest) -> list[int]:
+        prompt_ids = self.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
         verify_prompt(prompt_ids, self.runner.context_length)
         return prompt_ids
 
     def _row(self, prompt: Prompt, request: GenerationRequest, started: float) -> Row:
-        prompt_ids, options = self.verified_ids(prompt, request), self.options(request)
-        ids = AnswerIds(
-            prompt_ids,
-            options,
-            context_length=self.runner.context_length,
-            eos_token_ids=self.eos_token_ids,
-            size=self._size,
-            holes=self._holes,
-        )
+        prompt_ids, options = self._verified_ids(prompt, request), self.options(request)
+        ids = AnswerIds(prompt_ids, options, self._vocabulary, context_length=self.runner.context_length)
         tokens = AnswerTokens(self.tokenizer, options, prompt_tokens=len(prompt_ids), started=started)
         return Row(prompt_ids, ids, tokens, ended=options.max_new_tokens == 0)
 
@@ -303,9 +264,12 @@ class Chat:
     def _grammars(self) -> Grammars:
         if self.tokenizer is None:
             raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text to hold to a constraint")
-        return Grammars(self.tokenizer, size=self._size, eos_token_ids=self.eos_token_ids)
+        return Grammars(self.tokenizer, self._vocabulary)
 
-    def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}; give token ids")
-        return self.tokenizer
+
+def _vocabulary(runner: Runner, tokenizer: Tokenizer | None) -> Vocabulary:
+    rows, ends = runner.manifest.vocab_size, frozenset(runner.manifest.eos_token_ids)
+    if tokenizer is None:
+        return Vocabulary(rows, eos_token_ids=ends)
+    size = min(rows, tokenizer.size)
+    return Vocabulary(size, tokenizer.holes[tokenizer.holes < size], ends)

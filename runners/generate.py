@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,8 +14,9 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chooser import Chooser
 from qwen_onnx.runners.generation_options import GenerationOptions
 from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.sampling import greedy, log_normaliser, top, without_nameless
+from qwen_onnx.runners.sampling import greedy, log_normaliser, top
 from qwen_onnx.runners.speculate import PromptLookup, is_near
+from qwen_onnx.runners.vocabulary import Vocabulary
 
 
 class FinishReason(enum.StrEnum):
@@ -111,19 +112,17 @@ class AnswerIds:
         self,
         prompt_ids: Sequence[int],
         options: GenerationOptions,
+        vocabulary: Vocabulary,
         *,
         context_length: int,
-        eos_token_ids: Collection[int],
-        size: int,
-        holes: NDArray[np.int64],
     ) -> None:
         """Of `generate_ids`' arguments those that the choice hangs on."""
-        self._options, self._eos, self._size, self._holes = options, eos_token_ids, size, holes
+        self._options, self._vocabulary = options, vocabulary
         self._chooser = Chooser(
             options.sampling,
             prompt_ids,
-            size=size,
-            eos_token_ids=eos_token_ids,
+            size=vocabulary.size,
+            eos_token_ids=vocabulary.eos_token_ids,
             min_new_tokens=options.min_new_tokens,
             matcher=None if options.grammar is None else options.grammar.matcher(hold_end=options.ignore_eos),
         )
@@ -135,7 +134,7 @@ class AnswerIds:
 
     def named(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Of f32 [vocab], those of ids that name a token."""
-        return without_nameless(logits, self._size, self._holes)
+        return self._vocabulary.named(logits)
 
     def choose(self, logits: NDArray[np.float32]) -> Chosen:
         """The next id by `options`, from f32 [vocab]."""
@@ -146,7 +145,7 @@ class AnswerIds:
         """The next id of the answer, and whether it ends it; `logits`, as `named` left them, are what is reported."""
         self.made += 1
         options, reason = self._options, None
-        if token_id in self._eos and not self._goes_on:
+        if token_id in self._vocabulary.eos_token_ids and not self._goes_on:
             reason = FinishReason.EOS
         elif self.made == options.max_new_tokens:
             reason = FinishReason.LENGTH
@@ -167,18 +166,15 @@ def generate_ids(
     cache: KVCache,
     prompt_ids: Sequence[int],
     options: GenerationOptions,
-    *,
-    eos_token_ids: Collection[int] = (),
-    size: int,
-    holes: NDArray[np.int64],
+    vocabulary: Vocabulary,
 ) -> Iterator[GeneratedId]:
     """Ids after a prompt, of which only what the cache does not hold is computed.
 
     The id that ends the answer is yielded too; its finish_reason says so.
 
     Args:
-        size, holes: ids at or beyond `size`, or in `holes`, name no token and are never chosen; where the device
-            chooses, its runner was told to `exclude` them.
+        vocabulary: ids that name no token are never chosen; where the device chooses, its runner was told to
+            `exclude` them.
 
     Raises:
         UserError: an empty prompt, one that leaves no room in the context, or options that the model does not take;
@@ -193,14 +189,7 @@ def generate_ids(
     cached = cache.shared_prefix(prompt_ids[:-1])
     cache.truncate(cached)
 
-    answer = AnswerIds(
-        prompt_ids,
-        options,
-        context_length=model.context_length,
-        eos_token_ids=eos_token_ids,
-        size=size,
-        holes=holes,
-    )
+    answer = AnswerIds(prompt_ids, options, vocabulary, context_length=model.context_length)
     lookup = PromptLookup(prompt_ids) if model.scores else None
     new_ids = np.array([prompt_ids[cached:]], np.int64)
     while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from qwen_onnx.runners.constraint import Constraint
 from qwen_onnx.runners.detokenizer import token_bytes
 from qwen_onnx.runners.schema_bounds import STACK
 from qwen_onnx.runners.tokenizer import Tokenizer
+from qwen_onnx.runners.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -28,7 +28,7 @@ _LONGEST_TOKEN = 255
 class Matcher:
     """One answer, as it comes: the ids that its text can go on with, or end at."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary, name: str, *, hold_end: bool) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: _Tokens, name: str, *, hold_end: bool) -> None:
         """`Grammar.matcher` makes one."""
         self._matcher, self._vocabulary, self._name = matcher, vocabulary, name
         self._hold_end = hold_end
@@ -66,7 +66,7 @@ class Matcher:
 class Grammar:
     """A constraint, compiled for a vocabulary."""
 
-    def __init__(self, start: LLMatcher, vocabulary: _Vocabulary, constraint: Constraint) -> None:
+    def __init__(self, start: LLMatcher, vocabulary: _Tokens, constraint: Constraint) -> None:
         """`Grammars.compile` makes one."""
         self._start, self._vocabulary, self.constraint = start, vocabulary, constraint
 
@@ -78,29 +78,26 @@ class Grammar:
 class Grammars:
     """Compiles constraints for one model, and keeps the last one."""
 
-    def __init__(self, tokenizer: Tokenizer, *, size: int, eos_token_ids: Collection[int]) -> None:
-        """Takes a third of a second for 150,000 tokens.
-
-        Args:
-            size: the length of the logits.
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+        """Takes about a second for 150,000 tokens.
 
         Raises:
             UserError: the tokenizer is not byte-level BPE, or no end token is left that could end an answer.
         """
         import llguidance  # here, because few answers need it
 
-        tokens = token_bytes(tokenizer, size)
+        tokens = token_bytes(tokenizer, vocabulary.size)
         if tokens is None:
             raise UserError("json_schema and regex need a byte-level BPE tokenizer, which this one is not")
-        holes = set(tokenizer.holes.tolist())
-        ends = sorted(end for end in eos_token_ids if end < size and end not in holes)
+        eos = np.array(sorted(vocabulary.eos_token_ids), np.int64)
+        ends: list[int] = eos[~vocabulary.nameless(eos)].tolist()
         if not ends:
             raise UserError(
                 "json_schema and regex need an end token (eos_token_id), and this export has none"
             )
         for end in ends:
             tokens[end] = b""
-        self._vocabulary = _Vocabulary(tokenizer, tokens, ends)
+        self._vocabulary = _Tokens(tokenizer, tokens, ends)
         self._tokenizer = llguidance.LLTokenizer(self._vocabulary)  # type: ignore[arg-type]
         self._last: tuple[Constraint, Grammar] | None = None
 
@@ -140,7 +137,7 @@ class Grammars:
         return Grammar(start, self._vocabulary, constraint)
 
 
-class _Vocabulary:
+class _Tokens:
     """What llguidance asks of a tokenizer: the tokens' bytes, and the ids of a text that is forced."""
 
     is_tokenizer_wrapper = True
@@ -169,7 +166,7 @@ class _Vocabulary:
         return [self._ids[bytes([byte])] for byte in content if bytes([byte]) in self._ids]
 
 
-def _verify(matcher: LLMatcher, vocabulary: _Vocabulary, failed: str) -> None:
+def _verify(matcher: LLMatcher, vocabulary: _Tokens, failed: str) -> None:
     """Raises UserError where the matcher has failed, and KeyboardInterrupt where the user was the reason."""
     if vocabulary.interrupted:
         vocabulary.interrupted = False

@@ -31,15 +31,6 @@ class Candidates(NamedTuple):
     """Their probabilities up to a common factor, [n]."""
 
 
-def without_nameless(logits: Scores, size: int, holes: Ids) -> Scores:
-    """The logits of ids that name a token: checkpoints pad the embedding beyond the tokenizer's ids."""
-    logits = logits[:size]
-    if holes.size:
-        logits = logits.copy()
-        logits[holes] = -np.inf
-    return logits
-
-
 def greedy(logits: Scores) -> int:
     """The id of the largest logit, the lowest id of equals."""
     return int(np.argmax(logits))

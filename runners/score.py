@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.sampling import log_normaliser, without_nameless
+from qwen_onnx.runners.sampling import log_normaliser
+from qwen_onnx.runners.vocabulary import Vocabulary
 
 LOGIT_BYTES = 64 << 20
 """Most bytes of logits at a time."""
@@ -41,14 +42,11 @@ class Score:
         return math.exp(-mean) if mean > -700 else math.inf
 
 
-def score_ids(runner: Runner, token_ids: Sequence[int], *, size: int, holes: NDArray[np.int64]) -> Score:
+def score_ids(runner: Runner, token_ids: Sequence[int], vocabulary: Vocabulary) -> Score:
     """The score of two or more ids, over a cache of its own.
 
     Each id is scored once. Where there are more than the context holds, a window of it moves on by half its length:
     the ids after the first window are given at least half a context of those before them.
-
-    Args:
-        size, holes: ids at or beyond `size`, or in `holes`, name no token.
 
     Raises:
         UserError: fewer than two ids, or one that names no token; before any compute.
@@ -59,7 +57,7 @@ def score_ids(runner: Runner, token_ids: Sequence[int], *, size: int, holes: NDA
         raise UserError(
             f"{ids.size} tokens found, 2 or more wanted: each is scored given those before it, the first has none"
         )
-    nameless = ids[(ids >= size) | np.isin(ids, holes)]
+    nameless = ids[vocabulary.nameless(ids)]
     if nameless.size:
         raise UserError(f"token id {nameless[0]} names no token, so that it has no probability")
     scorer = runner.scorer()
@@ -76,7 +74,7 @@ def score_ids(runner: Runner, token_ids: Sequence[int], *, size: int, holes: NDA
             scorer.prefill(cache, window[None, : done - 1])
         rows = (row for rows in _logits(scorer, cache, window[done - 1 : -1]) for row in rows)
         for token_id, row in zip(window[done:], rows, strict=True):
-            named = without_nameless(row, size, holes)
+            named = vocabulary.named(row)
             logprobs.append(float(named[token_id]) - log_normaliser(named))
     return Score(tuple(ids.tolist()), tuple(logprobs), windows)
 

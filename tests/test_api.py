@@ -23,8 +23,9 @@ import qwen_onnx
 from qwen_onnx import UserError, load
 from qwen_onnx.runners import cores
 from qwen_onnx.runners.chat import Chat, Token
-from qwen_onnx.runners.sampling import greedy, top, without_nameless
+from qwen_onnx.runners.sampling import greedy, top
 from qwen_onnx.runners.steps import Opened
+from qwen_onnx.runners.vocabulary import Vocabulary
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -107,7 +108,7 @@ def test_no_token_that_has_no_name() -> None:
 def test_the_best_are_fewer_where_fewer_have_names() -> None:
     """-Infinity among them, which is no JSON; ids that no tokenizer knows."""
     logits = np.array([1.0, 9.0, 3.0, 9.0], np.float32)
-    named = without_nameless(logits, 3, np.array([1]))
+    named = Vocabulary(3, np.array([1])).named(logits)
     assert top(named, 3) == [(2, 3.0), (0, 1.0)]
     assert greedy(named) == 2
     assert top(logits, 2) == [(1, 9.0), (3, 9.0)]

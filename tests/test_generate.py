@@ -15,6 +15,7 @@ from qwen_onnx.errors import NonFiniteLogitsError, UserError
 from qwen_onnx.runners.generate import FinishReason, GeneratedId, GenerationOptions, generate_ids
 from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.vocabulary import Vocabulary
 
 VOCAB, EOS = 20, 13
 NO_HOLES = np.empty(0, np.int64)
@@ -101,9 +102,8 @@ def generated(
     **options: Any,
 ) -> list[GeneratedId]:
     cache = cache or (model.cache if isinstance(model, Scripted) else model.new_cache())
-    steps = generate_ids(
-        model, cache, list(prompt), GenerationOptions(**options), eos_token_ids=eos, size=size, holes=holes
-    )
+    vocabulary = Vocabulary(size, holes, eos)
+    steps = generate_ids(model, cache, list(prompt), GenerationOptions(**options), vocabulary)
     return list(steps)
 
 
@@ -269,7 +269,7 @@ def test_an_answer_cut_short_keeps_the_session_usable(
     wanted = ids(generated(runner, PROMPT, size=320, max_new_tokens=12))
     cache = runner.new_cache()
     options = GenerationOptions(max_new_tokens=12)
-    steps = generate_ids(runner, cache, PROMPT, options, size=320, holes=NO_HOLES)
+    steps = generate_ids(runner, cache, PROMPT, options, Vocabulary(320))
     assert [next(steps).token_id for _ in range(5)] == wanted[:5]
     steps.close()
     assert ids(generated(runner, PROMPT, cache=cache, size=320, max_new_tokens=12)) == wanted
@@ -277,7 +277,7 @@ def test_an_answer_cut_short_keeps_the_session_usable(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    steps = generate_ids(runner, cache, PROMPT, options, size=320, holes=NO_HOLES)
+    steps = generate_ids(runner, cache, PROMPT, options, Vocabulary(320))
     assert [next(steps).token_id for _ in range(5)] == wanted[:5]
     with monkeypatch.context() as patch:
         patch.setattr(onnxruntime.InferenceSession, "run_with_iobinding", interrupt)

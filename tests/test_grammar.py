@@ -28,6 +28,7 @@ from qwen_onnx.runners.generate import FinishReason
 from qwen_onnx.runners.generation_options import GenerationRequest
 from qwen_onnx.runners.grammar import Grammars, Matcher
 from qwen_onnx.runners.tokenizer import Tokenizer
+from qwen_onnx.runners.vocabulary import Vocabulary
 
 SCHEMA = {
     "type": "object",
@@ -61,7 +62,7 @@ def chat() -> Chat:
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(Tokenizer(byte_level_tokenizer()), size=366, eos_token_ids=ENDS)
+    return Grammars(Tokenizer(byte_level_tokenizer()), Vocabulary(366, eos_token_ids=ENDS))
 
 
 def fits(schema: dict[str, Any], value: Any) -> bool:
@@ -217,15 +218,16 @@ def test_ids_without_a_name_are_never_allowed() -> None:
     vocabulary = {"a": 1, "b": 4, "ab": 6, "Ġ": 7, "<end>": 8}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b")]))
     backend.decoder = decoders.ByteLevel()
-    made = Grammars(Tokenizer(backend), size=9, eos_token_ids=[8, 3, 400])
+    holes = Tokenizer(backend).holes
+    made = Grammars(Tokenizer(backend), Vocabulary(9, holes, eos_token_ids=[8, 3, 400]))
     matcher = made.compile(Constraint("regex", "(?s).*")).matcher()
     scores = matcher.masked(np.zeros(9, np.float32))
     assert np.flatnonzero(scores == 0).tolist() == [1, 4, 6, 7, 8]
     with pytest.raises(UserError, match="need an end token"):
-        Grammars(Tokenizer(backend), size=9, eos_token_ids=[3, 400])
+        Grammars(Tokenizer(backend), Vocabulary(9, holes, eos_token_ids=[3, 400]))
     backend.decoder = decoders.Metaspace()
     with pytest.raises(UserError, match="need a byte-level BPE tokenizer"):
-        Grammars(Tokenizer(backend), size=9, eos_token_ids=[8])
+        Grammars(Tokenizer(backend), Vocabulary(9, eos_token_ids=[8]))
 
 
 def test_tokens_of_any_length_are_taken() -> None:
@@ -233,7 +235,7 @@ def test_tokens_of_any_length_are_taken() -> None:
     long = {"a" * count: count for count in (1, 2, 255, 256, 5000)}
     backend = tokenizers.Tokenizer(models.BPE({**long, "z": 0}, []))
     backend.decoder = decoders.ByteLevel()
-    made = Grammars(Tokenizer(backend), size=5001, eos_token_ids=[0])
+    made = Grammars(Tokenizer(backend), Vocabulary(5001, eos_token_ids=[0]))
     scores = made.compile(Constraint("regex", "a+")).matcher().masked(np.zeros(5001, np.float32))
     assert np.flatnonzero(scores == 0).tolist() == [1, 2, 255]
 
@@ -310,7 +312,7 @@ def test_guesses_are_of_free_answers() -> None:
 def test_ctrl_c_in_forced_text_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the library's, as which it comes out of its callback."""
     tokenizer = Tokenizer(byte_level_tokenizer())
-    made = Grammars(tokenizer, size=366, eos_token_ids=ENDS)
+    made = Grammars(tokenizer, Vocabulary(366, eos_token_ids=ENDS))
     matcher = made.compile(Constraint("regex", "a(bcd|efg)")).matcher()
 
     def interrupted(*_: object, **__: object) -> list[int]:

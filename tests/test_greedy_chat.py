@@ -56,7 +56,7 @@ def test_ids_without_a_name_are_never_chosen(dtype: str, tmp_path: Path) -> None
     """Rows of the embedding beyond the tokenizer's ids: an answer that no text can show."""
     folder = serve_cuda_graphs_on_cpu(endless(dtype), tmp_path / "export")
     chat, plain = Chat(Runner(folder, GREEDY_ON_CPU)), Chat(Runner(folder, ON_CPU))
-    size = chat._size
+    size = chat._vocabulary.size
     assert size < chat.runner.manifest.vocab_size
     nameless = 0
     for first in range(0, 380, 7):

@@ -59,7 +59,7 @@ def test_ids_are_those_of_plain_greedy(pair: tuple[Chat, Chat], monkeypatch: pyt
     prompts += [rng.integers(0, 2000, 4).tolist() * 6 for _ in range(6)]
     for prompt in prompts:
         for options in (
-            {"max_new_tokens": 50, "ignore_eos": 1},
+            {"max_new_tokens": 50, "ignore_eos": True},
             {"max_new_tokens": 9},
             {"max_new_tokens": 1},
         ):
@@ -73,7 +73,7 @@ def test_a_quote_takes_few_steps(pair: tuple[Chat, Chat], monkeypatch: pytest.Mo
     ids = [7, 8, 9, 10]
     monkeypatch.setattr(speculate, "is_near", lambda logits: False)
     counts = count_scores(speculating, monkeypatch)
-    made = generated(speculating, ids * 8, max_new_tokens=64, ignore_eos=1)
+    made = generated(speculating, ids * 8, max_new_tokens=64, ignore_eos=True)
     assert len(made) == 64
     assert len(counts) < 32, "as many steps as tokens"
 
@@ -81,7 +81,7 @@ def test_a_quote_takes_few_steps(pair: tuple[Chat, Chat], monkeypatch: pytest.Mo
 def test_the_context_fills_to_its_last_slot() -> None:
     ids = [5, 6, 7] * 5
     made = [
-        generated(Chat(Runner(tiny("f32"), options, max_context=40)), ids, ignore_eos=1)
+        generated(Chat(Runner(tiny("f32"), options, max_context=40)), ids, ignore_eos=True)
         for options in (SessionOptions("cpu", threads=1), SPECULATING)
     ]
     assert made[0] == made[1]
