@@ -60,7 +60,8 @@ def test_every_other_command_works_as_written(environment, tmp_path):
             command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        assert done.stdout.strip(), command
+        # What goes into a file says nothing.
+        assert done.stdout.strip() or ">" in command or "--out" in command, command
 
 
 def test_the_python_example_works_as_written(environment, tmp_path):
