@@ -46,7 +46,7 @@ types: $(VENV)/installed-lint
 
 # What a user gets: a plain install, used from elsewhere; and on it the tests of what a wheel or the newest ONNX
 # Runtime could change (its CPU wheel has no CUDA provider to run over stand-ins).
-OF_WHEEL := api cli cli_exports generate growing_steps imports info kv_cache layouts portable_graphs quantised_exports \
+OF_WHEEL := api batch cli cli_exports generate growing_steps imports info kv_cache layouts portable_graphs quantised_exports \
 	runner sampled_chat saved_session score speculate tiny
 wheel:
 	rm -rf build $(VENV)/user && $(PYTHON) -m venv $(VENV)/user

@@ -50,7 +50,7 @@ class LineReader:
 
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
-            prompt_continuation="... ",
+            prompt_continuation=lambda width, line, wrapped: "" if wrapped else "... ",
             rprompt=status,
             key_bindings=_keys(),
             history=_history(),
@@ -64,7 +64,11 @@ class LineReader:
         """The next line or lines. Raises EOFError for Ctrl-D in an empty line, KeyboardInterrupt for Ctrl-C."""
         text = self._session.prompt(prompt)
         # What stdin's encoding did not know came through as bytes; terminals send UTF-8.
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        with contextlib.suppress(
+            UnicodeEncodeError
+        ):  # half of a character: the tokenizer refuses it in words
+            text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return text
 
 
 def can_edit() -> bool:

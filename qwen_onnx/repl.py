@@ -18,17 +18,18 @@ from qwen_onnx.settings import changed
 HELP = """\
 /help              this list
 /reset             forget the conversation
-/system TEXT       set the system message and forget the conversation; without TEXT, none
+/system TEXT       begin anew under this system message; without TEXT, none
 /undo              forget the last question and its answer
 /retry             answer the last question anew
 /tool TEXT         give the result of the function that the model called
 /params            how tokens are chosen and what ends an answer
-/set NAME VALUE    change one of these; without VALUE, as generation_config.json says
+/set NAME VALUE    change one of these; without VALUE, the model's own
 /save FILE         keep the conversation, and what was computed of it, in a file
 /load FILE         go on with a conversation that was saved
 /stats             context used and left, speed of the last answer
 /quit              leave (so do Ctrl-D, and Ctrl-C twice)
-A line that ends in a backslash goes on in the next. Ctrl-C stops an answer and keeps the session."""
+A line that ends in a backslash goes on in the next.
+Ctrl-C stops an answer and keeps the session."""
 COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
 _ALIASES = {"/clear": "/reset", "/exit": "/quit"}
 

@@ -95,7 +95,8 @@ def _change_value(rng: random.Random, holder: list[Any], raw: list[str], extra: 
         case 2:
             other, at = rng.choice(places)
             if at in other if isinstance(other, dict) else at < len(other):
-                container[key], other[at] = copy.deepcopy(other[at]), old
+                # Copies: one may lie in the other.
+                container[key], other[at] = copy.deepcopy(other[at]), copy.deepcopy(old)
         case 3:
             container[key] = rng.choice(([old], {"a": old}, str(old), [old, old], {"content": old}))
         case 4 if isinstance(container, dict):
