@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Self
 
+from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.generate import FinishReason
 from qwen_onnx.runners.generation_options import GenerationRequest
@@ -137,6 +138,17 @@ def bounded(chat: Chat, request: GenerationRequest) -> GenerationRequest:
     given = (request.max_new_tokens, chat.defaults.max_new_tokens)
     most = next((count for count in given if count is not None), MOST_TOKENS)
     return dataclasses.replace(request, max_new_tokens=most)
+
+
+def verify_for_template(chat: Chat, request: GenerationRequest) -> None:
+    """Raises UserError for what the chat template would pass over without a word."""
+    source = chat.template.source if chat.template else ""
+    if request.enable_thinking is not None and "enable_thinking" not in source:
+        raise UserError(
+            f"{chat.runner.folder}: its chat template has no switch for thinking (--think, --no-think)"
+        )
+    if request.tools is not None and "tools" not in source:
+        raise UserError(f"{chat.runner.folder}: its chat template shows no tools to the model")
 
 
 def begins_reasoning(chat: Chat, prompt_ids: list[int]) -> bool:

@@ -21,11 +21,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from qwen_onnx.answer import Answer, begins_reasoning
 from qwen_onnx.batch_lines import Line, parse_line, parse_object, read_lines
 from qwen_onnx.batch_results import Results
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import OutOfMemoryError, UserError
 from qwen_onnx.runners.batch import verify_batches
 from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.generate import FinishReason
 from qwen_onnx.runners.generation_options import GenerationRequest
+from qwen_onnx.runners.session import onnxruntime_version
 
 BATCH_SIZE = 8
 WINDOW = 4
@@ -120,7 +121,11 @@ def answer_file(
     """
     verify_batches(chat.runner, options.size)
     started, new_tokens = time.perf_counter(), 0
-    held = [chat.runner.manifest.files, chat.runner.context_length, request, raw, system]
+    runner = chat.runner
+    held = [
+        *(runner.manifest.files, runner.context_length, request, raw, system, runner.describe()),
+        *(runner.options.optimization_level, runner.options.disabled_optimizers, onnxruntime_version()),
+    ]
     settings = hashlib.sha256(repr(held).encode())
 
     def keyed(line: Line) -> tuple[Line, str]:
@@ -163,7 +168,7 @@ def _item(
     item = _Item(line, key, request)
     try:
         value = parse_object(line.content)
-        item.echoed = {name: value[name] for name in ("id",) if name in value}
+        item.echoed = {"id": value["id"]} if "id" in value else {}
         asked = parse_line(value, request, raw=raw, system=system)
         item.request, item.prompt_ids = asked.request, chat.verified_ids(asked.prompt, asked.request)
         item.begun = None if isinstance(asked.prompt, str) else begins_reasoning(chat, item.prompt_ids)
@@ -205,6 +210,8 @@ def _together(chat: Chat, batch: Sequence[_Item]) -> Iterator[_Item]:
                 yield batch[index]
     except UserError as error:
         left = [item for item in batch if item.result is None]
+        if len(batch) == 1 and isinstance(error, OutOfMemoryError):
+            raise  # it is none of the line's: to go on with, once there is memory
         if len(batch) == 1:
             batch[0].fail(error)
             yield from left

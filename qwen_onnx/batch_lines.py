@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Message
 from qwen_onnx.runners.generation_options import GenerationRequest
+from qwen_onnx.runners.prompts import verified_messages
 
 MOST_BYTES = 16 << 20
 """Of a line."""
@@ -69,12 +70,14 @@ def parse_object(content: bytes) -> dict[str, Any]:
     """The JSON object that a line is.
 
     Raises:
-        UserError: it is none, or has keys that are not known.
+        UserError: it is none, or its id is none.
     """
     if len(content) > MOST_BYTES:
         raise UserError(f"longer than {MOST_BYTES >> 20} MiB")
     try:
-        value = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(
+            content.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_twins
+        )
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 (byte {error.start})") from None
     except RecursionError:
@@ -83,9 +86,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
         raise UserError(f"not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise UserError('not a JSON object, as {"prompt": "Hello!"}')
-    if unknown := [key for key in value if key not in _KEYS]:
-        raise UserError(f"{unknown[0]!r} is not known; the keys are {', '.join(_KEYS)}")
-    if not isinstance(given := value.get("id"), str | int | None):
+    if not isinstance(given := value.get("id"), str | int | None) or isinstance(given, bool):
         raise UserError(f"id {given!r}: a string or a whole number wanted")
     return value
 
@@ -99,15 +100,17 @@ def parse_line(value: dict[str, Any], request: GenerationRequest, *, raw: bool, 
         system: comes before the message that a prompt is; `messages` have their own.
 
     Raises:
-        UserError: not one of `prompt` and `messages`, or a value of the wrong kind.
+        UserError: not one of `prompt` and `messages`, a key that is not known, or a value of the wrong kind.
     """
+    if unknown := [key for key in value if key not in _KEYS]:
+        raise UserError(f"{unknown[0]!r} is not known; the keys are {', '.join(_KEYS)}")
     if ("prompt" in value) == ("messages" in value):
         raise UserError("one of `prompt` and `messages` wanted")
     prompt: str | list[Message]
     if "messages" in value:
         if raw:
             raise UserError("messages go through the chat template: leave out --raw")
-        prompt = _verified_messages(value["messages"])
+        prompt = verified_messages(value["messages"])
     elif not isinstance(text := value["prompt"], str):
         raise UserError(f"prompt {text!r}: a string wanted")
     elif raw:
@@ -126,18 +129,11 @@ def _given(value: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: value[name] for name in names if value.get(name) is not None}
 
 
-def _verified_messages(messages: object) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"messages {messages!r}: a list of messages wanted, at least one")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise UserError(f"message {number}: an object with role and content wanted")
-        if not isinstance(role := message.get("role"), str):
-            raise UserError(f"message {number}: role {role!r}: a string wanted")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and "tool_calls" in message):
-            raise UserError(f"message {number}: content {content!r}: a string wanted")
-    return messages
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key is there twice")
+    return value
 
 
 def _refuse_constant(name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -111,4 +112,22 @@ def _opened(out: Path) -> FileIO:
     with disk_errors_in_words(out):
         if out.exists() and not out.is_file():  # a pipe or a device, which holds nothing
             return FileIO(out, "wb")
-        return FileIO(out, "r+b" if out.exists() else "xb")
+        file = FileIO(os.open(out, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b")
+    if not _locked(file):
+        raise UserError(f"{out}: another run is writing it; wait for its end, or name another file")
+    return file
+
+
+def _locked(file: FileIO) -> bool:
+    """Until the file is closed, no other process has it; True where the system has no such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without
+        return True
+    return True

@@ -37,6 +37,7 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a H
 
 def main() -> None:
     """The `qwen-onnx` command: a UserError is one line on stderr and exit code 1."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a terminal that cannot show a character shows `?`
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -64,6 +65,18 @@ def main() -> None:
         if not isinstance(error, BrokenPipeError):
             print(f"error: stdout: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _open_closed_streams() -> None:
+    """stdout or stderr that is closed, as `>&-` does, is as good as /dev/null; and no file gets its number."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - for good
 
 
 @app.command()
@@ -200,7 +213,7 @@ def run(
         ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts of --batch at a time; default 8.")
+        int | None, typer.Option(min=1, max=4096, help="Prompts of --batch at a time; default 8.")
     ] = None,
     out: Annotated[
         Path | None,

@@ -256,11 +256,14 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        is_folder, is_export = folder.is_dir(), path.exists()
+        is_folder, is_export = folder.is_dir(), path.is_file()
+        is_odd = not is_export and path.exists()  # as a pipe, which would be waited for
     except OSError as error:  # a name too long, or a folder that may not be looked into
         raise UserError(f"{folder}: {error.strerror or error}") from None
     if not is_folder:
         raise UserError(f"{folder}: no such export folder; make one with `qwen-onnx export`")
+    if is_odd:
+        raise UserError(f"{path}: not a file")
     # Of a Triton repository, or of a model in it; no deeper, for this may be anybody's home folder.
     inside = (next(folder.glob(f"{at}1/export/{MANIFEST_FILE}"), None) for at in ("", "*/"))
     if not is_export and (found := next(filter(None, inside), None)):
@@ -299,18 +302,27 @@ def is_weights(name: str) -> bool:
     return name.endswith(".safetensors") or ".onnx_data" in name
 
 
+_MOST_LAYERS = 10_000  # no model has a tenth of it, and names are made for each
+
+
 def _fault(manifest: Manifest) -> str | None:
     """What no export says of itself, in words; None when there is nothing."""
     for field in ("vocab_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "context_length"):
         if not 0 < getattr(manifest, field) < 2**31:
             return f"{field} is {getattr(manifest, field)}"
+    if manifest.num_hidden_layers > _MOST_LAYERS:
+        return f"num_hidden_layers is {manifest.num_hidden_layers}"
     for field, known in (("dtype", EXPORT_DTYPES), ("target", TARGETS), ("layout", LAYOUTS)):
         if getattr(manifest, field) not in known:
             return f"{field} is {getattr(manifest, field)!r}"
     cache = set(past_names(manifest.num_hidden_layers))
     for graph in manifest.graphs:
-        if any(spec.name in cache and len(spec.shape) != 4 for spec in graph.inputs):
+        of_cache = [spec.shape for spec in graph.inputs if spec.name in cache]
+        if any(len(shape) != 4 for shape in of_cache):
             return f"{graph.file} has a cache that is not [batch, heads, slots, size]"
+        own = (manifest.num_key_value_heads, manifest.head_dim)
+        if any((shape[1], shape[3]) != own for shape in of_cache):
+            return f"{graph.file} has a cache that is not of {own[0]} heads of {own[1]}"
         if graph.entry in ("grow", "shrink"):
             continue
         names = {spec.name for spec in graph.inputs}

@@ -22,6 +22,10 @@ class NonFiniteLogitsError(UserError):
     """The model computed NaN or infinity: its numbers overflowed, and no token can be chosen from them."""
 
 
+class OutOfMemoryError(UserError):
+    """There is no memory for it now; nothing else is wrong with what was asked."""
+
+
 def printable(text: str) -> str:
     """A text from anywhere as one line, of 1,500 characters at most, that is no command to a terminal."""
     if len(text) > _LONGEST:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
+from qwen_onnx.hub import as_path
+
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import History
@@ -29,7 +31,7 @@ def read_plain(prompt: str) -> str:
     lines = []
     while True:
         print(prompt, end="", file=sys.stderr, flush=True)
-        lines.append(input())
+        lines.append(as_typed(input()))
         if not lines[-1].endswith("\\"):
             return "\n".join(lines)
         lines[-1], prompt = lines[-1][:-1], "... "
@@ -56,18 +58,32 @@ class LineReader:
             history=_history(),
             completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
+            enable_suspend=True,
             color_depth=None if color else ColorDepth.DEPTH_1_BIT,
             output=create_output(stdout=sys.stderr),
         )
 
     def __call__(self, prompt: str) -> str:
         """The next line or lines. Raises EOFError for Ctrl-D in an empty line, KeyboardInterrupt for Ctrl-C."""
-        text = self._session.prompt(prompt)
-        # What stdin's encoding did not know came through as bytes; terminals send UTF-8.
-        with contextlib.suppress(
-            UnicodeEncodeError
-        ):  # half of a character: the tokenizer refuses it in words
-            text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return as_typed(self._session.prompt(prompt))
+
+    def leave(self, code: int) -> None:
+        """Of a signal handler: end the program with this exit code, the terminal as it was before."""
+        app = self._session.app
+        if not app.is_running or app.loop is None:
+            raise SystemExit(code)
+        # Raised here, it would end somewhere within prompt_toolkit's own tasks.
+        app.loop.call_soon_threadsafe(lambda: app.exit(exception=SystemExit(code)))
+
+
+def as_typed(text: str) -> str:
+    """What came from a terminal, a pipe or the command line, whose encoding did not know all of it.
+
+    Bytes that were passed through are UTF-8, as terminals send it; what is none stays as it is.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
         return text
 
 
@@ -80,7 +96,7 @@ def can_edit() -> bool:
 def history_file() -> Path | None:
     """$QWEN_ONNX_HISTORY, or in the user's state folder; None where that variable is empty: nothing is kept."""
     if (given := os.environ.get(HISTORY_VARIABLE)) is not None:
-        return Path(given) if given else None
+        return as_path(given) if given else None
     return platformdirs.user_state_path("qwen-onnx", appauthor=False) / "history"
 
 
@@ -105,11 +121,12 @@ def _history() -> History:
 
 
 def _keys() -> KeyBindings:
+    from prompt_toolkit.filters import is_searching
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()
 
-    @keys.add("enter")
+    @keys.add("enter", filter=~is_searching)  # there it takes the line that was found
     def _send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if buffer.document.char_before_cursor == "\\":
@@ -118,7 +135,7 @@ def _keys() -> KeyBindings:
         else:
             buffer.validate_and_handle()
 
-    @keys.add("c-c")
+    @keys.add("c-c", filter=~is_searching)
     def _clear(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.current_buffer.reset()

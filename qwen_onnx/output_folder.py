@@ -84,13 +84,20 @@ def disk_errors_in_words(out: Path, *, staged: Path | None = None) -> Iterator[N
     """
     try:
         yield
+    except RuntimeError as error:
+        if "loop" not in str(error):
+            raise
+        raise UserError(f"{out}: links that lead in a circle") from None  # Path.resolve's word for it
     except OSError as error:
         file = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else out
         if staged is not None and staged in (file, *file.parents):
             file = out / file.relative_to(staged)
         elif staged is not None and error.errno not in _FULL_DISK:
             raise
-        elif file.parent in (out.absolute().parent, out.resolve().parent):  # a temporary name beside it
+        elif file.parent in (
+            out.absolute().parent,
+            Path(os.path.realpath(out)).parent,
+        ):  # a temporary name beside it
             file = out
         raise UserError(f"{file}: {error.strerror or error}") from error
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qwen_onnx.answer import Answer, answer, bounded
+from qwen_onnx.answer import Answer, answer, bounded, verify_for_template
 from qwen_onnx.conversation import Conversation, with_room
 from qwen_onnx.errors import UserError, printable
 from qwen_onnx.runners.chat import Chat, Message, Token
@@ -28,10 +29,12 @@ HELP = """\
 /load FILE         go on with a conversation that was saved
 /stats             context used and left, speed of the last answer
 /quit              leave (so do Ctrl-D, and Ctrl-C twice)
-A line that ends in a backslash goes on in the next.
+A line that ends in a backslash goes on in the next; //text sends /text.
 Ctrl-C stops an answer and keeps the session."""
 COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
 _ALIASES = {"/clear": "/reset", "/exit": "/quit"}
+_OF_CHATS = ("/reset", "/system", "/undo", "/retry", "/tool", "/save", "/load")
+_COMMAND = re.compile(r"(/[a-z_]+)(?:\s+(.*))?", re.DOTALL)
 
 
 class Repl:
@@ -71,7 +74,7 @@ class Repl:
         interrupted = False
         while True:
             try:
-                line = read("> ").strip()
+                line = read("> ")
             except EOFError:
                 _say("")
                 return 0
@@ -85,35 +88,37 @@ class Repl:
                 _say("\n(Ctrl-C again, or Ctrl-D, leaves)")
                 continue
             interrupted = False
-            if _ALIASES.get(line, line) == "/quit":
+            if _ALIASES.get(line.strip(), line.strip()) == "/quit":
                 return 0
             try:
                 self._handle(line)
             except UserError as error:
-                full = "the context holds" in str(error) and len(self._conversation.messages) > 1
-                _say(f"error: {error}" + ("; /reset forgets the conversation" if full else ""))
+                _say(f"error: {error}")
             except KeyboardInterrupt:  # between two steps of a command
                 _say("\n(interrupted)")
 
     def _handle(self, line: str) -> None:
-        command, _, rest = line.partition(" ")
-        command, rest = _ALIASES.get(command, command), rest.strip()
-        if not line:
+        command, rest = _command(line)
+        if not line.strip():
             return
+        if self._raw and command in _OF_CHATS:
+            raise UserError(f"{command} is for chats; --raw completes each text by itself")
         match command:
             case "/help":
                 _say(HELP)
             case "/reset":
                 self._conversation.reset()
+                self._forget()
             case "/system":
                 self._conversation = Conversation(rest or None)
+                self._forget()
             case "/undo":
-                if not self._conversation.undo():
-                    _say("nothing to undo")
+                _say_unless(self._conversation.undo(), "nothing to undo")
+                self._forget()
             case "/retry":
                 self._retry()
             case "/tool":
-                self._ask({"role": "tool", "content": rest})
+                self._give(rest)
             case "/params":
                 self._params()
             case "/set":
@@ -124,12 +129,25 @@ class Repl:
                 self._load(_path(command, rest))
             case "/stats":
                 self._stats()
-            case _ if command.startswith("/") and not self._raw and "/" not in command[1:]:
-                _say(f"no command {command}; /help lists them")
             case _ if self._raw:
                 self._answer(line)
+            case _ if command:
+                _say(f"no command {command}; /help lists them, and /{command} sends it to the model")
             case _:
-                self._ask({"role": "user", "content": line})
+                text = line.strip()
+                self._ask({"role": "user", "content": text[1:] if text.startswith("//") else text})
+
+    def _forget(self) -> None:
+        """Of the cache too: what it holds beyond the messages could be saved."""
+        try:
+            self._chat.rewind(self._conversation.messages)
+        except UserError:  # a template that wants more than a system message
+            self._chat.rewind([])
+
+    def _give(self, content: str) -> None:
+        if self._conversation.messages[-1:] == self._conversation.system:
+            raise UserError("/tool: nothing was asked yet, so that no function was called")
+        self._ask({"role": "tool", "content": content})
 
     def _ask(self, message: Message) -> None:
         self._reply([*self._conversation.messages, message])
@@ -142,16 +160,20 @@ class Repl:
 
     def _reply(self, messages: list[Message]) -> None:
         """Answer these messages; they become the conversation once a token of it was seen."""
+        length = self._chat.runner.context_length
+        if not self._shift and self._conversation.turns and self._count(messages) >= length:
+            self._conversation.begin(messages)
+            raise UserError(f"the context of {length} tokens is full; /undo or /reset make room")
         if self._shift:
-            length = self._chat.runner.context_length
             most = bounded(self._chat, self._request).max_new_tokens or 0
             messages, dropped = with_room(messages, min(most, length // 4), length, self._count)
             if dropped:
                 what = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
                 _say(f"(the context of {length} tokens is full: {what} dropped)")
+        self._conversation.begin(messages)
         result = self._answer(messages)
         if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
-            self._conversation.messages = [*messages, {"role": "assistant", "content": result.content}]
+            self._conversation.end(result.content)
         for call in result.tool_calls or []:
             _say(f"(calls {call.name}; give its result with /tool)")
 
@@ -172,6 +194,8 @@ class Repl:
 
     def _params(self) -> None:
         _say(self._chat.options(bounded(self._chat, self._request)).describe())
+        if (thinking := self._request.enable_thinking) is not None:
+            _say(f"think {'on' if thinking else 'off'}")
         if ignored := self._chat.defaults.ignored:
             _say(f"not supported, of generation_config.json: {', '.join(ignored)}")
 
@@ -179,6 +203,7 @@ class Repl:
         name, _, text = rest.partition(" ")
         if name:
             request = changed(self._request, name, text.strip())
+            verify_for_template(self._chat, request)
             verify_options(self._chat.runner, self._chat.options(request))
             self._request = request
         self._params()
@@ -198,6 +223,17 @@ class Repl:
             speed = self._last.tokens_per_s
             ttft = self._last.ttft_ms
             _say(f"last answer: {_number(ttft)} ms to the first token, {_number(speed)} tokens/s")
+
+
+def _command(line: str) -> tuple[str, str]:
+    """The command that a line is, and what comes after it; nothing and nothing where it is none."""
+    found = _COMMAND.fullmatch(line.strip())
+    return (_ALIASES.get(found[1], found[1]), (found[2] or "").strip()) if found else ("", "")
+
+
+def _say_unless(done: bool, text: str) -> None:
+    if not done:
+        _say(text)
 
 
 def _path(command: str, text: str) -> Path:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from qwen_onnx.answer import answer, bounded
+from qwen_onnx.answer import answer, bounded, verify_for_template
 from qwen_onnx.batch_files import BatchOptions, answer_file, verify_batch
 from qwen_onnx.contract import DTYPES, EXPORT_DTYPES, MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.line_reader import LineReader, can_edit, read_plain
+from qwen_onnx.line_reader import LineReader, as_typed, can_edit, read_plain
 from qwen_onnx.repl import COMMANDS, Repl
 from qwen_onnx.runners.chat import Chat, Message
 from qwen_onnx.runners.generate import verify_options
@@ -83,7 +84,7 @@ def run_model(options: RunOptions) -> int:
     if chat.template is None and not options.raw and options.prompt_ids is None:
         missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
         raise UserError(f"{chat.runner.folder}: has {missing}")
-    _verify_for_template(chat, options)
+    verify_for_template(chat, options.request)
     if options.verbose:
         introduce(chat, bounded(chat, options.request))
     if options.batch is not None:
@@ -104,6 +105,9 @@ def run_model(options: RunOptions) -> int:
         print(json.dumps(result.as_json(chat)), flush=True)
     else:
         screen.end()
+        known = options.request.max_new_tokens is not None and options.request.constraint is None
+        if result.finish_reason == "context" or (result.finish_reason == "length" and not known):
+            print(f"({result.finish_reason})", file=sys.stderr)
     if options.stats:
         report(chat, result)
     return 130 if result.finish_reason == "interrupted" else 0
@@ -115,7 +119,7 @@ def _chat(chat: Chat, options: RunOptions) -> int:
     repl = Repl(
         chat,
         options.request,
-        system=options.system,
+        system=as_typed(options.system) if options.system else None,
         raw=options.raw,
         shift=options.context_full == "shift",
         show=screen.show,
@@ -124,16 +128,11 @@ def _chat(chat: Chat, options: RunOptions) -> int:
     )
     if not can_edit():
         return repl.run(read_plain)
-    return repl.run(LineReader(commands=COMMANDS, status=repl.status, color=options.color and has_colors()))
-
-
-def _verify_for_template(chat: Chat, options: RunOptions) -> None:
-    """Raises UserError for an option that the chat template would pass over without a word."""
-    source = chat.template.source if chat.template else ""
-    if options.request.enable_thinking is not None and "enable_thinking" not in source:
-        raise UserError(f"{chat.runner.folder}: its chat template has no switch for --think and --no-think")
-    if options.request.tools is not None and "tools" not in source:
-        raise UserError(f"{chat.runner.folder}: its chat template shows no tools to the model")
+    reader = LineReader(commands=COMMANDS, status=repl.status, color=options.color and has_colors())
+    for name in ("SIGTERM", "SIGHUP"):  # so that the terminal is left as it was
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, _: reader.leave(128 + number))
+    return repl.run(reader)
 
 
 def _stdin() -> TextIO:
@@ -148,15 +147,17 @@ def _prompt(options: RunOptions) -> str | list[int] | list[Message]:
             return [int(part) for part in options.prompt_ids.split(",")]
         except ValueError:
             raise UserError(f"--prompt-ids {options.prompt_ids!r}: whole numbers wanted, as 1,2,3") from None
-    text = options.prompt
+    text = None if options.prompt is None else as_typed(options.prompt)
     if text is None:
         try:
-            text = _stdin().read().removesuffix("\n")
+            text = as_typed(_stdin().read().removesuffix("\n"))
         except UnicodeDecodeError as error:
             raise UserError(f"stdin is not {error.encoding} text ({error.reason})") from None
     if options.raw:
         return text
-    system: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+    system: list[Message] = (
+        [{"role": "system", "content": as_typed(options.system)}] if options.system else []
+    )
     return [*system, {"role": "user", "content": text}]
 
 

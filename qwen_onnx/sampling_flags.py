@@ -76,7 +76,7 @@ def parse_logit_bias(text: str | None) -> dict[int, float] | None:
                 raise ValueError
             bias[int(token_id)] = float(value)
         except ValueError:
-            raise UserError(f"--logit-bias {text!r}: ids and numbers wanted, as 5=-1,7=2.5") from None
+            raise UserError(f"logit_bias {text!r}: ids and numbers wanted, as 5=-1,7=2.5") from None
     return bias
 
 

@@ -49,6 +49,6 @@ def _value(name: str, text: str) -> object:
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = text
-    if name == "stop" and not isinstance(found, list):
-        return [text]  # one string, as it was typed
+    if name == "stop" and not isinstance(found, list):  # one string: in quotes, or as it was typed
+        return [found if isinstance(found, str) else text]
     return found

@@ -22,7 +22,7 @@ class Screen:
         self._dim = color and has_colors()
         # Of a file or a pipe, every character is the reader's; on a terminal some would be commands to it.
         self._harmless = sys.stdout.isatty()
-        self._thinking = False
+        self._thinking = self._in_line = False
 
     def show(self, token: Token | None, said: Said) -> None:
         """Print what one token says, or its id where there is no tokenizer; and what was asked for beside it."""
@@ -37,19 +37,26 @@ class Screen:
             text = f"{token.token_id} "
         if text and self._thinking:
             self._end_of_thought()
-        print(harmless(text) if self._harmless else text, end="", flush=True)
+        if text:
+            self._in_line = not text.endswith("\n")
+            print(harmless(text) if self._harmless else text, end="", flush=True)
 
     def end(self) -> None:
         """End the line of an answer."""
         if self._thinking:
             self._end_of_thought()
         print(flush=True)
+        self._in_line = False
 
     def _end_of_thought(self) -> None:
         self._thinking = False
         print("\n", file=sys.stderr, flush=True)
 
     def _details(self, token: Token) -> None:
+        if not token.top_logits and token.logprob is None:
+            return
+        if self._in_line and self._harmless and sys.stderr.isatty():  # both are the same terminal
+            print(file=sys.stderr)
         if token.top_logits:
             print("  ".join(self._labelled(*best) for best in token.top_logits), file=sys.stderr)
         if token.logprob is not None:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from qwen_onnx import contract
-from qwen_onnx.errors import UserError
 from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.session import first_line, import_onnxruntime
+from qwen_onnx.runners.session import failed, import_onnxruntime
 
 EAGER = -1
 """As `gpu_graph_id`: neither capture nor replay this run."""
@@ -70,4 +69,4 @@ def run_bound(session: Any, binding: Any, graph_id: int | None = None) -> None:
     try:
         session.run_with_iobinding(binding, options)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
-        raise UserError(f"ONNX Runtime failed: {first_line(error)}") from None
+        raise failed("ONNX Runtime failed", error) from None

@@ -33,7 +33,8 @@ from qwen_onnx.runners.vocabulary import Vocabulary
 class Chat:
     """An exported model with its tokenizer, chat template and the cache of the conversation so far.
 
-    One conversation at a time: each call reuses what the cache shares with the new prompt.
+    One conversation at a time, and one thread: each call reuses what the cache shares with the new prompt. Several
+    conversations are several Chats, which may share a Runner.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -96,6 +97,15 @@ class Chat:
         """
         ids = self.prompt_ids(prompt, add_generation_prompt=False)
         return score_ids(self.runner, ids, self._vocabulary)
+
+    def rewind(self, prompt: Prompt) -> None:
+        """Forget all of the cache that this prompt does not begin with, as if no more had ever been said.
+
+        Raises:
+            UserError: as `prompt_ids`.
+        """
+        ids = self.prompt_ids(prompt, add_generation_prompt=False) if prompt else []
+        self._cache.truncate(self._cache.shared_prefix(ids))
 
     def save(self, path: str | Path, *, messages: Sequence[Message] = ()) -> None:
         """Write the conversation's cache to a file, and messages for whoever loads it; a file, or nothing new.
@@ -209,7 +219,7 @@ class Chat:
             yield token
             if self._turn != turn:
                 raise UserError(
-                    "another answer was begun on this Chat; load the export once more for a second one"
+                    "another answer was begun on this Chat, or a session loaded; make a Chat for each conversation"
                 )
             if token.finish_reason is not None:
                 return
@@ -230,12 +240,14 @@ class Chat:
             NonFiniteLogitsError: as `generate`, whichever prompt it was; the other answers are cut off too.
         """
         requests = [request] * len(prompts) if isinstance(request, GenerationRequest) else request
+        if len(requests) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts and {len(requests)} requests: one for each wanted")
         started = time.perf_counter()
         verify_batches(self.runner, len(prompts))
         rows: list[Row] = []
-        for prompt, request in zip(prompts, requests, strict=True):
+        for prompt, of_prompt in zip(prompts, requests, strict=True):
             try:
-                rows.append(self._row(prompt, request, started))
+                rows.append(self._row(prompt, of_prompt, started))
             except UserError as error:
                 raise UserError(f"prompts[{len(rows)}]: {error}") from None
         yield from generate_rows(self.runner, rows)

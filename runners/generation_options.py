@@ -56,16 +56,24 @@ class GenerationRequest:
         for name in ("ignore_eos", "reuse_cache"):
             if type(getattr(self, name)) is not bool:
                 raise UserError(f"{name} {getattr(self, name)!r}: True or False wanted")
-        if self.enable_thinking not in (None, True, False):
+        if self.enable_thinking is not None and type(self.enable_thinking) is not bool:
             raise UserError(f"enable_thinking {self.enable_thinking!r}: True, False or None wanted")
         if self.stop is not None:
             verified_stop(self.stop)
+        if self.tools is not None and (
+            isinstance(self.tools, str) or not all(isinstance(tool, Mapping) for tool in _listed(self.tools))
+        ):
+            raise UserError(f"tools {self.tools!r}: a list of JSON objects wanted, or None")
         verify_count("min_new_tokens", self.min_new_tokens)
         verify_count("logprobs", self.logprobs)
         if not isinstance(self.sampling, SamplingOptions):
             raise UserError(f"sampling {self.sampling!r}: SamplingOptions wanted, or None")
         if not isinstance(self.constraint, Constraint | None):
             raise UserError(f"constraint {self.constraint!r}: a Constraint wanted, or None")
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, Sequence) else [None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +104,8 @@ class GenerationOptions:
         most = "none" if self.max_new_tokens is None else self.max_new_tokens
         stop = " ".join(map(repr, self.stop)) or "none"
         held = "" if self.grammar is None else f"\n{self.grammar.constraint.describe()}"
+        on = ", ignore_eos on" if self.ignore_eos else ""
         return (
             f"{self.sampling.describe()}\n"
-            f"max_new_tokens {most}, min_new_tokens {self.min_new_tokens}, stop {stop}{held}"
+            f"max_new_tokens {most}, min_new_tokens {self.min_new_tokens}, stop {stop}{on}{held}"
         )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Scores = NDArray[np.float32]
 
+_STACK_SIZE = threading.Lock()
+"""Held while the size of new threads' stacks, which is the whole process's, is another."""
 _LONGEST_TOKEN = 255
 """Bytes; llguidance has an end to the depth of its trie. Published vocabularies end at 128."""
 
@@ -126,11 +128,12 @@ class Grammars:
         except ValueError as error:
             raise UserError(f"{constraint.kind} cannot be used: {error}") from None
         with ThreadPoolExecutor(1) as pool:  # the compiler calls itself, deeper than some threads' stacks
-            usual = threading.stack_size(STACK)
-            try:
-                made = pool.submit(LLMatcher, self._tokenizer, text, log_level=0)
-            finally:
-                threading.stack_size(usual)
+            with _STACK_SIZE:
+                usual = threading.stack_size(STACK)
+                try:
+                    made = pool.submit(LLMatcher, self._tokenizer, text, log_level=0)
+                finally:
+                    threading.stack_size(usual)
             start = made.result()
         start.compute_bitmask()  # which finds out when no text fits
         _verify(start, self._vocabulary, f"{constraint.kind} cannot be used")
@@ -180,5 +183,7 @@ def _reason(error: str) -> str:
     first, *more = error.splitlines() or [""]
     if first.startswith("NoExtension"):
         return "no text fits it"
+    if "left-recursive" in error:  # its advice is for who writes grammars
+        return "too many alternatives at once, as optional properties in the hundreds are"
     marked = [line.removeprefix("error: ") for line in more if line.startswith("error: ")]
     return (marked or [first.rpartition("(in regex): ")[2]])[0]

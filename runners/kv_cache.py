@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx.contract import TensorSpec
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import OutOfMemoryError
 from qwen_onnx.runners.session import first_line, import_onnxruntime
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class KVCache:
             if self._idle:  # memory that nobody uses
                 self._idle.clear()
                 return self._allocate(capacity)
-            raise UserError(
+            raise OutOfMemoryError(
                 f"a KV cache of {capacity} tokens x {self.batch_size} does not fit ({first_line(error)}); "
                 "use a smaller --max-context"
             ) from None

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from qwen_onnx.contract import Manifest, is_weights, past_names
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.kv_cache import HOST_TYPES, KVCache
+from qwen_onnx.runners.prompts import verified_messages
 from qwen_onnx.runners.runner import Runner
 
 FORMAT, VERSION = "qwen-onnx session", "1"
@@ -58,7 +59,7 @@ def save_session(
             "dtype": manifest.dtype,
             "cache_dtype": cache.dtype,
             "tokens": cache.length,
-            "messages": [dict(message) for message in messages],
+            "messages": [dict(message) for message in (verified_messages(messages) if messages else [])],
         }
         metadata = {"format": FORMAT, "version": VERSION, "sha256": _UNKNOWN, "session": json.dumps(told)}
     except (TypeError, ValueError, RecursionError) as error:
@@ -112,8 +113,13 @@ def _load(path: Path, file: BinaryIO, runner: Runner) -> tuple[KVCache, list[dic
     length, dtype, messages = told.get("tokens"), told.get("cache_dtype"), told.get("messages")
     if type(length) is not int or length < 0 or not isinstance(dtype, str) or dtype not in _STORED:
         raise damaged
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    if not isinstance(messages, list):
         raise damaged
+    try:
+        if messages:
+            verified_messages(messages)
+    except UserError:
+        raise damaged from None
     entries = _entries(dtype, manifest, length)
     nbytes = max(entry["data_offsets"][1] for entry in entries.values())
     if header.entries != entries or os.fstat(file.fileno()).st_size != len(header.content) + nbytes:
@@ -205,11 +211,11 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     beside = path.with_name(f".qwen-onnx-{secrets.token_hex(4)}.new")
     try:
         # It has no name before it is whole, so that a process that is killed leaves none.
-        nameless = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666)
+        nameless = os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)  # what was said is nobody else's
     except (AttributeError, OSError):  # not on this system, or not on this disk
         nameless = None
     try:
-        with beside.open("xb") if nameless is None else os.fdopen(nameless, "wb") as file:
+        with _private(beside) if nameless is None else os.fdopen(nameless, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -219,3 +225,10 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def _private(path: Path) -> BinaryIO:
+    """A new file that only its owner reads."""
+    return os.fdopen(
+        os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o600), "wb"
+    )

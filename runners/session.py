@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from qwen_onnx.contract import MIN_ONNXRUNTIME
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import OutOfMemoryError, UserError
 from qwen_onnx.runners.cores import physical_cores
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _SDPA_KERNELS = str(1 + 2 + 16)
 _OUT_OF_MEMORY = re.compile(
     r"bad_alloc|Cannot allocate memory|Failed to allocate memory(?: for requested buffer of size (\d+))?"
 )
+_NO_MEMORY = "out of memory"
 _MOST_THREADS = 1024  # far above any machine's cores; making more of them takes minutes
 
 
@@ -181,7 +182,7 @@ def open_session(
             raise UserError(
                 f"{path}: {limit}, the limit given, are too few for it; raise --gpu-mem-limit"
             ) from None
-        raise UserError(f"{path}: ONNX Runtime cannot load it: {first_line(error)}") from None
+        raise failed(f"{path}: ONNX Runtime cannot load it", error) from None
     if session.get_providers()[0] != PROVIDERS[provider]:
         raise UserError(
             f"provider {provider} did not start; ONNX Runtime fell back to {session.get_providers()}"
@@ -206,12 +207,24 @@ def provider_options(
     return options
 
 
+def onnxruntime_version() -> str:
+    """Of what is imported."""
+    version: str = import_onnxruntime().__version__
+    return version
+
+
+def failed(what: str, error: BaseException) -> UserError:
+    """What ONNX Runtime failed with, in words."""
+    line = first_line(error)
+    return (OutOfMemoryError if line.startswith(_NO_MEMORY) else UserError)(f"{what}: {line}")
+
+
 def first_line(error: BaseException) -> str:
     """An exception's message without its stack and line breaks; of a CUDA call's, what CUDA says."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if full := _OUT_OF_MEMORY.search(text):
         wanted = f" ({int(full[1]):,} bytes more were wanted)" if full[1] else ""
-        return f"out of memory{wanted}; free some, or take a smaller model, dtype or --max-context"
+        return f"{_NO_MEMORY}{wanted}; free some, or take a smaller model, dtype or --max-context"
     found = re.search(r"CU\w+ failure \d+: [^;]+", text)
     return found[0].strip() if found else text
 

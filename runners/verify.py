@@ -54,7 +54,7 @@ def verify_graph(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:
 
 
 def verify_texts(folder: Path, manifest: Manifest) -> None:
-    """Tokenizer, templates and the like, where they are there, are those that were copied.
+    """Tokenizer, templates and the like are those that were copied, and all of them.
 
     Raises:
         UserError: naming the file.
@@ -62,7 +62,7 @@ def verify_texts(folder: Path, manifest: Manifest) -> None:
     graphs = {graph.file for graph in manifest.graphs}
     for name, wanted in manifest.files.items():
         path = folder / name
-        if is_weights(name) or name in graphs or not path.exists():
+        if is_weights(name) or name in graphs:
             continue
         _verify_size(path, wanted.size)
         if hashlib.sha256(_read(path)).hexdigest() != wanted.sha256:

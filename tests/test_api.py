@@ -20,7 +20,7 @@ from damage import forge
 from refusals import refused
 
 import qwen_onnx
-from qwen_onnx import UserError, load
+from qwen_onnx import GenerationRequest, UserError, load
 from qwen_onnx.runners import cores
 from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.sampling import greedy, top
@@ -274,3 +274,25 @@ def test_a_number_of_tokens_that_is_none(count: Any) -> None:
     """2.5 was never reached, and the answer never ended."""
     with pytest.raises(UserError, match="max_new_tokens"):
         say(load(endless(), provider="cpu"), HI, count)
+
+
+def test_messages_as_openai_has_them() -> None:
+    """Python's spelling of a list in the prompt, or the word None."""
+    chat = load(tiny(), provider="cpu", threads=1)
+    whole = [{"role": "user", "content": "What is 3 plus 4?"}]
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "3 plus 4?"}]
+    assert chat.prompt_ids([{"role": "user", "content": parts}]) == chat.prompt_ids(whole)
+    for message in (
+        {"role": "user", "content": None}, {"role": "user"}, {"content": "x"}, {"role": 5, "content": "x"},
+        {"role": "user", "content": [{"type": "image_url"}]}, {"role": "user", "content": []},
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="message 1: "):
+            chat.prompt_ids([message])
+    for prompt in (None, 5, object()):
+        with pytest.raises(UserError, match="a prompt is a text"):
+            chat.prompt_ids(prompt)
+    with pytest.raises(UserError, match="2 prompts and 1 requests"):
+        list(chat.generate_batch(["a", "b"], [GenerationRequest()]))
+    for wrong in ({"tools": 5}, {"tools": ["x"]}, {"enable_thinking": 1}, {"tools": "x"}):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            GenerationRequest(**wrong)

@@ -19,8 +19,10 @@ from qwen_onnx import UserError, batch_lines, export, load
 from qwen_onnx.answer import answer as answer_alone
 from qwen_onnx.batch_files import BatchOptions, answer_file
 from qwen_onnx.batch_lines import parse_line, parse_object, read_lines
+from qwen_onnx.errors import OutOfMemoryError
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.generation_options import GenerationRequest
+from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.sampling_options import SamplingOptions
 
 PARIS, SEVEN, HELLO = "What is the capital of France?", "What is 3 plus 4?", "Hello!"
@@ -110,6 +112,9 @@ def test_bad_lines_are_named_and_the_others_answered(tmp_path: Path) -> None:
         '{"prompt": "x", "max_new_tokens": -1}': "max_new_tokens -1",
         '{"prompt": "x", "stop": [""]}': "stop ''",
         '{"prompt": "x", "id": [1]}': "id [1]: a string or a whole number",
+        '{"prompt": "x", "id": true}': "id True: a string or a whole number",
+        '{"prompt": "x", "prompt": "y"}': "a key is there twice",
+        '{"prompt": "x", "id": "odd", "promt": 1}': "'promt' is not known",
         '{"prompt": "\\ud800"}': "",
         json.dumps({"prompt": "long " * 400, "id": "it"}): "the context holds 300",
     }
@@ -126,6 +131,7 @@ def test_bad_lines_are_named_and_the_others_answered(tmp_path: Path) -> None:
         assert mentions in record["error"]
         assert words == f"line {number}: {record['error']}"
     assert failed[-1]["id"] == "it"
+    assert [record.get("id") for record in failed if "promt" in record["error"]] == [None, "odd"]
 
 
 def test_windows_files_and_blank_lines(tmp_path: Path) -> None:
@@ -335,6 +341,51 @@ def test_a_row_that_fails_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "not finite" in failed["error"]
     assert first["token_ids"]
     assert last["token_ids"]
+
+
+def test_a_lack_of_memory_is_no_lines_fault(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixty errors in the results, which the same command does not answer later."""
+    file, out = write(tmp_path / "in", *[{"prompt": str(number)} for number in range(7)]), tmp_path / "out"
+    real, rows = KVCache._allocate, []
+
+    def allocate(self: KVCache, capacity: int) -> Any:
+        rows.append(self.batch_size)
+        if len(set(rows)) > 1:
+            raise OutOfMemoryError("a KV cache does not fit")
+        return real(self, capacity)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "_allocate", allocate)
+        with pytest.raises(OutOfMemoryError):
+            answer(chat, file, out)
+    done = records(out.read_text())
+    assert 0 < len(done) < 7
+    assert all("error" not in record for record in done)
+    assert answer(chat, file, out) == 0
+    assert [record["line"] for record in records(out.read_text())] == list(range(1, 8))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such locks there")
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    import fcntl
+
+    file, out = write(tmp_path / "in", {"prompt": HELLO}), tmp_path / "out"
+    with out.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "another run is writing it" in batch(tiny(), file, "--out", out).error
+    assert batch(tiny(), file, "--out", out).code == 0
+
+
+def test_results_behind_links(tmp_path: Path) -> None:
+    """`File exists` for a link to nothing; a traceback for one to itself."""
+    file, link = write(tmp_path / "in", {"prompt": HELLO}), tmp_path / "link"
+    link.symlink_to("there")
+    assert batch(tiny(), file, "--out", link).code == 0
+    assert records((tmp_path / "there").read_text())[0]["text"] == "Hello! How can I help you?"
+    (tmp_path / "circle").symlink_to("circle")
+    assert "circle" in batch(tiny(), file, "--out", tmp_path / "circle").error
 
 
 def test_nothing_begins_that_cannot_be_done(tmp_path: Path) -> None:

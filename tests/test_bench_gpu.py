@@ -160,8 +160,8 @@ def test_few_minutes_few_parts(minutes: str, tmp_path: Path) -> None:
     if minutes == "0":
         assert found["parts"] == found["errors"] == {}
     else:
-        assert "exports" in found["parts"]
-        assert any("(time)" in line for line in found["errors"].values()), found["errors"]
+        # How far it came is the machine's.
+        assert all("(time)" in line for line in found["errors"].values()), found["errors"]
 
 
 def test_over_the_stand_ins(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

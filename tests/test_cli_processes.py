@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from chats import endless, tiny
-from command import child
+from command import child, command
 
 LONG = ("--ignore-eos", "--max-new-tokens", 100_000, "--provider", "cpu")
 PATIENCE = 120  # seconds: of a slow machine, not of the program
@@ -113,6 +113,22 @@ def test_a_terminal_that_knows_ascii_only_shows_question_marks() -> None:
         assert (process.returncode, err) == (0, b"")
         assert b"?" in out
         out.decode(dumb["PYTHONIOENCODING"])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="shells are another thing there")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
+def test_a_closed_stream_is_as_good_as_none(closed: str, tmp_path: Path) -> None:
+    """A traceback for a stream that is not there; or its number given to a file, which then gets the answer."""
+    program = f"{sys.executable} -c 'from qwen_onnx.cli import main; main()'"
+    for arguments in (f"run {tiny()} -p Hi --max-new-tokens 2 --provider cpu", f"info {tiny()}", "--help"):
+        done = subprocess.run(f"{program} {arguments} {closed}", shell=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert b"Traceback" not in done.stderr
+        assert bool(done.stdout) == (not closed.startswith(">"))
+    asked = f"export tiny {tmp_path / 'out'} --force"
+    done = subprocess.run(f"{program} {asked} {closed}", shell=True, capture_output=True, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert command("check", tmp_path / "out", "--provider", "cpu").code == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")

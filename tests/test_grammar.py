@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from test_sampled_chat import PARIS, ids, opened, say, text
 from text_fixtures import byte_level_tokenizer
 from tokenizers import decoders, models
 
-from qwen_onnx import SamplingOptions, UserError
+from qwen_onnx import SamplingOptions, UserError, load
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.constraint import Constraint, as_constraint
 from qwen_onnx.runners.detokenizer import token_bytes
@@ -475,3 +476,23 @@ def test_wrong_files_are_one_line(tmp_path: Path, content: bytes | None, mention
     more = ("--regex", "a") if content == b"true" else ()
     line = command("run", endless(), "-p", "Hi", "--provider", "cpu", "--json-schema", path, *more).error
     assert mentions in line
+
+
+def test_threads_that_compile_leave_other_threads_their_stacks() -> None:
+    """Every later thread of the program with 128 MiB."""
+    before = threading.stack_size()
+    made = [load(tiny(), provider="cpu", threads=1) for _ in range(3)]
+
+    def compile_some(chat: Chat) -> None:
+        for count in range(20):
+            chat._grammars.compile(Constraint("regex", f"a{{{count + 1}}}"))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(compile_some, made))
+    assert threading.stack_size() == before
+
+
+def test_more_alternatives_than_fit_are_said_in_our_words() -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(1500)}}
+    with pytest.raises(UserError, match="too many alternatives at once"):
+        list(load(tiny(), provider="cpu", threads=1).generate("x", json_schema=schema, max_new_tokens=3))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,27 @@ def test_wrong_types_further_down(
     content = copy.deepcopy(raw(manifest))
     damage(content)
     refuse(content, "malformed")
+
+
+@pytest.mark.parametrize(
+    ("values", "mentions"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_key_value_heads": 7}, "a cache that is not of 7 heads of"),
+        ({"head_dim": 7}, "heads of 7"),
+    ],
+)
+def test_shapes_that_are_not_the_graphs(
+    manifest: Manifest, refuse: Callable[..., str], values: Raw, mentions: str
+) -> None:
+    """Fault: minutes of making names; a saved session that its own export calls damaged."""
+    refuse({**raw(manifest), **values}, mentions)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes there")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST_FILE)
+    refused(read_manifest, tmp_path, mentions=(tmp_path / MANIFEST_FILE, "not a file"))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ class ScriptedChat:
         self._prompt = prompt
         return [1, 2, 3]
 
+    def rewind(self, prompt: Any) -> None:
+        self.context_used = len(prompt)
+
     def stream(self, prompt_ids: list[int], request: GenerationRequest) -> Iterator[Token]:
         self.asked.append(self._prompt)
         said = self._answers.pop(0)

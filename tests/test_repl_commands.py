@@ -70,10 +70,82 @@ def test_a_full_context_drops_the_oldest_turns(capsys: pytest.CaptureFixture[str
     assert "(the context of 100 tokens is full: the 2 oldest turns were dropped)" in err
 
 
-def test_a_full_context_can_refuse_instead() -> None:
+def test_a_full_context_can_refuse_instead(capsys: pytest.CaptureFixture[str]) -> None:
     chat = LongChat(*["a" * 10] * 6)
-    talk(chat, *["q" * 20] * 4, CTRL_D, shift=False)
-    assert [len(users(asked)) for asked in chat.asked] == [1, 3, 5, 7]
+    talk(chat, *["q" * 20] * 4, "/undo", "/undo", "q" * 20, CTRL_D, shift=False)
+    assert [len(users(asked)) for asked in chat.asked] == [1, 3, 5, 5]
+    assert capsys.readouterr().err.count("error: the context of 100 tokens is full; /undo or /reset") == 1
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_question_longer_than_the_context_drops_nothing(
+    shift: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A notice of turns that were dropped, which were not."""
+    error = UserError("the prompt has 300 tokens")
+    chat = LongChat("a" * 10, "a" * 10, *([error, "b"] if shift else ["b"]))
+    talk(chat, "q" * 20, "q" * 20, "q" * 300, "/undo", "q", CTRL_D, shift=shift)
+    assert "dropped" not in capsys.readouterr().err
+    assert len(users(chat.asked[-1])) == 5
+
+
+def test_a_question_without_an_answer_can_be_asked_again_or_forgotten() -> None:
+    """/retry answers the question before it, /undo forgets that one's answer."""
+    for command, asked in (("/retry", ["one", "two", "two"]), ("/undo", ["one", "two", "three"])):
+        chat = ScriptedChat("a", UserError("no"), "c")
+        talk(chat, "one", "two", command, *(["three"] if command == "/undo" else []), CTRL_D)
+        assert [users(messages)[-1][1] for messages in chat.asked] == asked
+        assert users(chat.asked[2])[:2] == [("user", "one"), ("assistant", "a")]
+
+
+def test_what_was_forgotten_is_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The conversation that was reset, in the token ids of a file that somebody else is given."""
+    for command, kept in (("/reset", 0), ("/system", 0), ("/undo", 0), ("/undo", 1)):
+        path = tmp_path / f"{command[1:]}{kept}"
+        before = ["What is 2 plus 2?"] * kept
+        talk(
+            load(tiny(), provider="cpu"),
+            *before,
+            "My name is Ada.",
+            command,
+            "/stats",
+            f"/save {path}",
+            CTRL_D,
+        )
+        chat = load(tiny(), provider="cpu")
+        messages = chat.load(path)
+        assert len(messages) == 2 * kept
+        assert chat.tokenizer is not None
+        told = chat.tokenizer.decode(chat._cache.token_ids.tolist())
+        assert "Ada" not in told
+        assert ("2 plus 2" in told) == bool(kept)
+        assert path.stat().st_mode & 0o077 == 0
+        err = capsys.readouterr().err
+        assert ("context: 0 tokens used" in err) == (not kept)
+
+
+def test_what_looks_like_a_command_can_be_said() -> None:
+    chat = ScriptedChat("a", "b", "c")
+    talk(chat, "//no_think Hello!", "/* c */\nint x;", "/no_think Hi", "/usr/bin is what?", CTRL_D)
+    assert [users(asked)[-1][1] for asked in chat.asked] == [
+        "/no_think Hello!",
+        "/* c */\nint x;",
+        "/usr/bin is what?",
+    ]
+
+
+def test_commands_of_a_chat_are_refused_where_text_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = ScriptedChat("a", "b")
+    talk(chat, "  Once upon ", "/retry", "/undo", "/system x", "/tool x", "/no command", CTRL_D, raw=True)
+    assert chat.asked == ["  Once upon ", "/no command"]
+    assert capsys.readouterr().err.count("is for chats") == 4
+
+
+def test_a_result_without_a_question_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = ScriptedChat("a")
+    talk(chat, "/tool 42", "one", CTRL_D, system="s")
+    assert users(chat.asked[0]) == [("system", "s"), ("user", "one")]
+    assert "no function was called" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", range(1, 8))
@@ -138,6 +210,7 @@ def test_a_value_is_changed_and_taken_back(capsys: pytest.CaptureFixture[str]) -
         ("stop", "END", "stop", ["END"]),
         ("stop", "7", "stop", ["7"]),
         ("stop", '["a", "b"]', "stop", ["a", "b"]),
+        ("stop", '" you"', "stop", [" you"]),
         ("stop", "", "stop", None),
         ("think", "off", "enable_thinking", False),
         ("think", "", "enable_thinking", None),

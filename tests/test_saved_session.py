@@ -294,11 +294,26 @@ def test_only_a_session_is_written_over(saved: Path, chat: Chat) -> None:
             chat.save(path)
     link = saved.with_name("link")
     link.symlink_to(saved.name)
-    chat.save(link, messages=[{"role": "user"}])
+    chat.save(link, messages=[{"role": "user", "content": "Hi"}])
     assert link.is_symlink()
-    assert chat.load(saved) == [{"role": "user"}]
+    assert chat.load(saved) == [{"role": "user", "content": "Hi"}]
+    for messages in ([{"foo": 1}], [{"role": "user", "content": 5}], "text"):
+        with pytest.raises(UserError, match="wanted"):
+            chat.save(link, messages=messages)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="hold what JSON does not"):
-        chat.save(saved, messages=[{"role": object()}])
+        chat.save(saved, messages=[{"role": "user", "content": "x", "more": object()}])
+
+
+def test_messages_that_no_template_takes_are_damage(
+    saved: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat that ends with a traceback for what a file says."""
+    for messages in ([{"foo": 1}], [{"role": 5}], [{"role": "user", "content": 5}]):
+        with monkeypatch.context() as patch:
+            patch.setattr(saved_session, "verified_messages", lambda value: value)
+            chat.save(saved, messages=messages)
+        with pytest.raises(UserError, match="damaged"):
+            chat.load(saved)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -216,6 +217,46 @@ def test_a_history_that_cannot_be_kept_is_no_reason_to_end(tmp_path: Path) -> No
         terminal.wait_for(READY)
         terminal.type(b"\x03")
         assert process.wait(PATIENCE) == 130
+
+
+def test_a_line_of_the_history_is_found_again(tmp_path: Path) -> None:
+    """Enter in a search that does nothing, for ever."""
+    with session(tiny(), history=tmp_path / "history") as (terminal, process):
+        for question in (b"What is 3 plus 4?", b"My name is Ada."):
+            terminal.type(question + b"\r")
+            terminal.wait_for(ENDED)
+            terminal.wait_for(READY)
+        terminal.type(b"\x12plus")  # Ctrl-R
+        terminal.wait_for(b"I-search backward")
+        terminal.wait_for(b"plus")
+        terminal.type(b"\r\r")
+        terminal.wait_for(b"3 plus 4 is 7.")
+        terminal.wait_for(READY)
+        terminal.type(b"\x04")
+        assert process.wait(PATIENCE) == 0
+
+
+def test_a_session_that_is_ended_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    """A shell without echo, after SIGTERM."""
+    import termios
+
+    ours, theirs = os.openpty()
+    before = termios.tcgetattr(theirs)
+    environment = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "QWEN_ONNX_HISTORY": ""}
+    with child(
+        "run", tiny(), "--provider", "cpu", program=CONTROLLING, stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, environment=environment,
+    ) as process:  # fmt: skip
+        terminal = Terminal(ours)
+        terminal.wait_for(READY)
+        terminal.wait_for(b"\x1b[?25h")  # the line is drawn, and its cursor shown
+        assert termios.tcgetattr(theirs) != before
+        process.terminate()
+        terminal.wait_for(ENDED)
+        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+        assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

@@ -150,7 +150,7 @@ def test_results_of_functions_reach_the_template(
 def test_a_template_without_the_switch_is_named(flag: str) -> None:
     """The option is taken, and does nothing."""
     error = command("run", endless(), "--provider", "cpu", "-p", "Hi", flag).error
-    assert "chat template has no switch for --think" in error
+    assert "chat template has no switch for thinking (--think" in error
 
 
 def test_tools_that_no_one_reads_are_refused(tmp_path: Path) -> None:

@@ -275,3 +275,10 @@ def test_of_large_files_some_pages_are_read(tmp_path: Path) -> None:
     before = psutil.Process().io_counters().read_chars
     sample(large)
     assert psutil.Process().io_counters().read_chars - before < 1 << 20
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_texts_that_are_missing(name: str, folder: Path) -> None:
+    """Other defaults, or no stop strings, and not a word."""
+    (folder / name).unlink()
+    refused(opened, folder, mentions=(folder / name, "missing"))
