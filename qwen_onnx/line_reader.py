@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
-from qwen_onnx.hub import as_path
-
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import History
@@ -96,7 +94,7 @@ def can_edit() -> bool:
 def history_file() -> Path | None:
     """$QWEN_ONNX_HISTORY, or in the user's state folder; None where that variable is empty: nothing is kept."""
     if (given := os.environ.get(HISTORY_VARIABLE)) is not None:
-        return as_path(given) if given else None
+        return Path(os.path.expanduser(given)) if given else None  # noqa: PTH111 - which fails for nobody's home
     return platformdirs.user_state_path("qwen-onnx", appauthor=False) / "history"
 
 
@@ -112,6 +110,8 @@ def _history() -> History:
     if path is None:
         return InMemoryHistory()
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("not a file")  # a device may have no end
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what somebody asked is nobody else's
     except OSError as error:

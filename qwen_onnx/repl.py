@@ -160,9 +160,9 @@ class Repl:
 
     def _reply(self, messages: list[Message]) -> None:
         """Answer these messages; they become the conversation once a token of it was seen."""
+        self._conversation.begin(messages)
         length = self._chat.runner.context_length
         if not self._shift and self._conversation.turns and self._count(messages) >= length:
-            self._conversation.begin(messages)
             raise UserError(f"the context of {length} tokens is full; /undo or /reset make room")
         if self._shift:
             most = bounded(self._chat, self._request).max_new_tokens or 0
@@ -170,7 +170,7 @@ class Repl:
             if dropped:
                 what = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
                 _say(f"(the context of {length} tokens is full: {what} dropped)")
-        self._conversation.begin(messages)
+                self._conversation.begin(messages)
         result = self._answer(messages)
         if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
             self._conversation.end(result.content)
@@ -213,7 +213,9 @@ class Repl:
         _say(f"saved {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
 
     def _load(self, path: Path) -> None:
-        self._conversation.messages = self._chat.load(path)
+        messages = self._chat.load(path)
+        self._conversation = Conversation()
+        self._conversation.messages = messages
         _say(f"loaded {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
 
     def _stats(self) -> None:

@@ -105,6 +105,8 @@ class GenerationOptions:
         stop = " ".join(map(repr, self.stop)) or "none"
         held = "" if self.grammar is None else f"\n{self.grammar.constraint.describe()}"
         on = ", ignore_eos on" if self.ignore_eos else ""
+        on += f", top_logits {self.top_logits}" if self.top_logits else ""
+        on += "" if self.logprobs is None else f", logprobs {self.logprobs}"
         return (
             f"{self.sampling.describe()}\n"
             f"max_new_tokens {most}, min_new_tokens {self.min_new_tokens}, stop {stop}{on}{held}"

@@ -98,6 +98,33 @@ def test_a_question_without_an_answer_can_be_asked_again_or_forgotten() -> None:
         assert users(chat.asked[2])[:2] == [("user", "one"), ("assistant", "a")]
 
 
+def test_a_question_cancelled_while_it_is_counted_is_the_one_to_undo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/undo forgets the turn before it."""
+    chat = ScriptedChat("a", "b")
+    counted = chat.prompt_ids
+
+    def interrupted_once(prompt: Any, **_: Any) -> list[int]:
+        if users(prompt)[-1][1] == "two":
+            raise KeyboardInterrupt
+        return counted(prompt)
+
+    monkeypatch.setattr(chat, "prompt_ids", interrupted_once)
+    talk(chat, "one", "two", "/undo", "three", CTRL_D)
+    assert users(chat.asked[1]) == [("user", "one"), ("assistant", "a"), ("user", "three")]
+
+
+def test_a_loaded_conversation_has_no_question_of_another(tmp_path: Path) -> None:
+    """/retry answers what was asked before /load, and the conversation that was loaded is gone."""
+    path = tmp_path / "ada"
+    chat = load(tiny(), provider="cpu")
+    asked: list[Any] = []
+    real = chat.stream
+    chat.stream = lambda ids, request: (asked.append(ids), real(ids, request))[1]  # type: ignore[method-assign]
+    lines = ("My name is Ada.", f"/save {path}", "/reset", "x " * 3000, f"/load {path}", "/retry", CTRL_D)
+    talk(chat, *lines)
+    assert asked[-1] == asked[0]
+
+
 def test_what_was_forgotten_is_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The conversation that was reset, in the token ids of a file that somebody else is given."""
     for command, kept in (("/reset", 0), ("/system", 0), ("/undo", 0), ("/undo", 1)):
@@ -238,6 +265,12 @@ def test_values_that_are_none_are_refused_in_one_line(name: str, text: str) -> N
     else:
         with pytest.raises(UserError, match=name.replace("_", "[-_]")):
             changed(GenerationRequest(), name, text)
+
+
+def test_all_that_is_set_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ("/set ignore_eos on", "/set logprobs 2", "/set top_logits 1")
+    talk(load(tiny(), provider="cpu"), *lines, CTRL_D)
+    assert "stop none, ignore_eos on, top_logits 1, logprobs 2\n" in capsys.readouterr().err
 
 
 def test_a_refused_value_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,9 +206,12 @@ def test_a_new_users_session(tmp_path: Path) -> None:
         assert process.wait(PATIENCE) == 0
 
 
-def test_a_history_that_cannot_be_kept_is_no_reason_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("history", ["file/history", "/dev/full", "~nobody/history"])
+def test_a_history_that_cannot_be_kept_is_no_reason_to_end(history: str, tmp_path: Path) -> None:
+    """A chat that does not begin; a device that is read for ever."""
     (tmp_path / "file").touch()
-    with session(tiny(), history=tmp_path / "file" / "history") as (terminal, process):
+    path = Path(history) if history.startswith("~") else tmp_path / history
+    with session(tiny(), history=path) as (terminal, process):
         terminal.type(b"What is 3 plus 4?\r")
         terminal.wait_for(b"3 plus 4 is 7.")
         terminal.wait_for(READY)
