@@ -6,27 +6,27 @@ A template comes with the model, from strangers: it may neither reach Python nor
 import json
 from collections.abc import Iterable, Sized
 from datetime import datetime
+from types import BuiltinMethodType
 from typing import Any, NoReturn
 
 from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from qwen_onnx.runners.template_bounds import (
-    METER,
-    Meter,
-    bounded_join,
-    bounding_filters,
-    check_count,
-    check_operation,
-    counted,
-    put_bounds,
-    spend,
-)
+from qwen_onnx.runners.template_bounds import bounding_filters, check_operation, put_bounds
+from qwen_onnx.runners.template_methods import allowed, bounded_arguments, bounded_filters, bounded_tests
+from qwen_onnx.runners.template_sizes import METER, Meter, bounded_join, meter_of
+
+# To compile a longer one takes long; the longest of real ones have a tenth of that.
+_LONGEST_TEMPLATE = 2**18
+# What is found by a longer key takes its time to compare with the key.
+_LONGEST_KEY = 2**16
+_LONGEST_REFUSAL = 2**12
+_LONGEST_DATE = 2**8
 
 
 class RefusalError(TemplateError):
@@ -36,15 +36,19 @@ class RefusalError(TemplateError):
 class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Compiles templates whose rendering stays within bounds; what oversteps them raises SecurityError.
 
-    Bounded are each text (16 MiB) and the work of a render (300,000 loop rounds and calls; long texts count too).
-    What a filter allocates on its way to a text is bounded by its inputs only.
+    Bounded are the size written out of each value that is made (16 MiB; 32 characters for each element), and the work
+    of a render: 300,000 loop rounds, calls and the like, of which 1,024 bytes made or gone over count as one. So a
+    render takes seconds and a few hundred MB. There are only filters, tests and methods whose costs are known.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        self.filters |= {"tojson": _tojson} | bounding_filters()
+        filters: dict[str, Any] = {**self.filters, "tojson": _tojson}
+        tests: dict[str, Any] = {**self.tests}
+        self.filters = bounded_filters(filters) | bounding_filters()
+        self.tests = bounded_tests(tests)
         self.globals |= {
             "namespace": _NamedValues,
             "raise_exception": _raise_exception,
@@ -53,7 +57,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]  # makes any amount of text, and no chat has a use for it
 
     def bounded_template(self, source: str) -> Template:
-        """Compile `source`. Raises TemplateSyntaxError."""
+        """Compile `source`. Raises TemplateSyntaxError, and SecurityError when it is too long."""
+        if len(source) > _LONGEST_TEMPLATE:
+            raise SecurityError(f"a template of more than {_LONGEST_TEMPLATE >> 10} KiB")
         tree = self.parse(source)
         put_bounds(tree)
         return Template.from_code(self, self.compile(tree), self.make_globals(None))
@@ -64,23 +70,41 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return bounded_join(pieces)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an intercepted operator, unless its result would be out of proportion."""
-        check_operation(operator, left, right)
-        return counted(context, super().call_binop(context, operator, left, right))
+        """Compute an operator, unless its result would be out of proportion."""
+        meter = meter_of(context)
+        check_operation(meter, operator, left, right)
+        return meter.made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Make a call of the template, counted as work. (The signature is Jinja's.)"""
-        # A recursive loop calls itself with what it goes over next.
-        recursion = isinstance(__obj, LoopContext) and args and isinstance(args[0], Sized)
-        spend(__context, 1 + len(args[0]) if recursion else 1)
-        if isinstance(getattr(__obj, "__self__", None), str | bytes):
-            for arg in args:
-                check_count(arg)
-        return counted(__context, super().call(__context, __obj, *args, **kwargs))
+        meter = meter_of(__context)
+        meter.spend(1 + (len(args) + len(kwargs)) // 16)
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `str.format`
+        if isinstance(__obj, LoopContext):
+            # A recursive loop calls itself with what it goes over next.
+            meter.spend(sum(len(arg) for arg in args if isinstance(arg, Sized)))
+        elif isinstance(method, BuiltinMethodType):
+            args, kwargs = bounded_arguments(meter, method, args, kwargs)
+        elif not isinstance(__obj, Macro):
+            # A macro is given its arguments; anything else may go over them.
+            for name, arg in (*enumerate(args), *kwargs.items()):
+                if name not in ("_loop_vars", "_block_vars"):
+                    meter.use(arg)
+        return meter.made(super().call(__context, __obj, *args, **kwargs))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Fetch an item, by a key that is soon hashed and compared."""
+        if isinstance(argument, str) and len(argument) > _LONGEST_KEY:
+            raise SecurityError(f"a key of more than {_LONGEST_KEY} characters")
+        if isinstance(argument, tuple | range):
+            raise SecurityError(f"a {type(argument).__name__} as a key")
+        return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Refuse, beyond Jinja's rules, what is fetched from a class: `dict.update(d, …)` would change d."""
-        return not isinstance(obj, type) and super().is_safe_attribute(obj, attr, value)
+        return (
+            not isinstance(obj, type) and allowed(obj, attr) and super().is_safe_attribute(obj, attr, value)
+        )
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Refuse at once: what Jinja returns here fails when it is used, but prints as nothing."""
@@ -118,13 +142,17 @@ class _NamedValues(Namespace):
             raise SecurityError(f"namespace attribute {name!r}")
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        # Not its values, among which it may be itself.
+        return "<Namespace>"
+
 
 def _raise_exception(message: object) -> NoReturn:
-    raise RefusalError(str(message))
+    raise RefusalError(str(message)[:_LONGEST_REFUSAL])
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+    return datetime.now().strftime(format[:_LONGEST_DATE])
 
 
 def _tojson(
