@@ -52,6 +52,9 @@ def bounding_filters() -> dict[str, Callable[..., Any]]:
 def check_operation(meter: Meter, operator: str, left: object, right: object) -> None:
     """Raise SecurityError when the result of an operator would be out of proportion, or slow to get."""
     match operator, left, right:
+        case "+", str(), str():
+            check_size(len(left) + len(right))
+            too_large = False
         case "%", str(), _:
             check_size(formatted_size(meter, left, right if isinstance(right, tuple) else (right,), "%"))
             too_large = False
@@ -153,14 +156,13 @@ def _used(context: Context, value: Any, times: int = 1) -> Any:
 
 
 @pass_context
-def _printed(context: Context, value: Any) -> str:
+def _printed(context: Context, value: Any) -> Any:
     meter = meter_of(context)
     meter.spend(1)
     if not isinstance(value, str):
         meter.use(value)
         value = str(value)
-    meter.made(value)
-    return value  # type: ignore[no-any-return]
+    return meter.made(value)
 
 
 @pass_context

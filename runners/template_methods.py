@@ -60,12 +60,14 @@ _LONGEST_NUMBER = 4096
 _MOST_DIGITS = 100
 
 
-def allowed(owner: object, attribute: str) -> bool:
-    """Return whether a template may fetch this attribute, as far as the owner is of a type of Python's own."""
-    for kind, methods in _METHODS.items():
-        if isinstance(owner, kind):
-            return attribute in methods or attribute in getattr(owner, "_fields", ())
-    return type(owner).__module__ != "builtins"
+def allowed(owner: object, attribute: str) -> bool | None:
+    """Return whether a template may fetch this attribute of a value of Python's own types; of others, None."""
+    methods = _METHODS.get(type(owner))
+    if methods is not None:
+        return attribute in methods
+    if isinstance(owner, str):  # text that is marked as safe
+        return attribute in _METHODS[str]
+    return False if type(owner).__module__ == "builtins" else None
 
 
 def bounded_arguments(
@@ -114,11 +116,14 @@ def bounded_arguments(
 
 def formatted_size(meter: Meter, text: str, args: Sequence[object], mark: str) -> int:
     """Return at least the size of `text`, in which `mark` stands where one of `args` goes, formatted."""
-    if len(text) > _LONGEST_FORMAT or re.search(r"\d{7}|%[^%a-zA-Z]*\*|\{[^{}]*:[^{}]*\{", text):
+    # A width may be that of an argument: `*`, or a field in a field.
+    varying = r"%[^%a-zA-Z]*\*" if mark == "%" else r"\{[^{}]*\{"
+    if len(text) > _LONGEST_FORMAT or re.search(rf"\d{{7}}|{varying}", text.replace("{{", "")):
         raise SecurityError("a format that is too long, too wide or has a variable width")
     widths = sum(int(digits) for digits in re.findall(r"\d+", text))
-    meter.spend(len(text) // ELEMENT)
-    return len(text) + widths + text.count(mark) * max((meter.size(arg) for arg in args), default=0)
+    fields = text.count(mark)
+    meter.spend(fields + len(text) // ELEMENT)
+    return len(text) + widths + fields * max((meter.size(arg) for arg in args), default=0)
 
 
 def bounded_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -180,14 +185,12 @@ def _check_filter(meter: Meter, name: str, value: Any, given: tuple[Any, ...]) -
         case "join":
             check_size(meter.size(value) + _length(value) * sum(map(meter.size, given)))
         case "indent":
-            width = sum(arg if isinstance(arg, int) else meter.size(arg) for arg in given)
-            check_size(meter.size(value) + _lines(str(value)) * max(width, ELEMENT))
+            check_size(meter.size(value) + _lines(str(value)) * max(ELEMENT, _widths(meter, given)))
         case "format":
             check_size(formatted_size(meter, str(value), given, "%"))
         case "tojson":
             size, depth = meter.extent(value)
-            indent = sum(arg if isinstance(arg, int) else meter.size(arg) for arg in given)
-            check_size(size + size // ELEMENT * (depth + 1) * indent)
+            check_size(size + size // ELEMENT * (depth + 1) * _widths(meter, given))
         case "title":
             # Jinja makes a list of the words.
             meter.use(value, ELEMENT)
@@ -215,6 +218,10 @@ def _bounded_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]
         return context.call(function, value, *args, **kwargs)
 
     return bounded
+
+
+def _widths(meter: Meter, given: Sequence[object]) -> int:
+    return sum(max(0, arg) if isinstance(arg, int) else meter.size(arg) for arg in given if arg is not None)
 
 
 def _search(text: str, given: Sequence[object], *, slow: bool) -> int:

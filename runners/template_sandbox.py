@@ -6,7 +6,7 @@ A template comes with the model, from strangers: it may neither reach Python nor
 import json
 from collections.abc import Iterable, Sized
 from datetime import datetime
-from types import BuiltinMethodType
+from types import BuiltinMethodType, FunctionType
 from typing import Any, NoReturn
 
 from jinja2 import Environment, Template, TemplateError, nodes
@@ -21,8 +21,8 @@ from qwen_onnx.runners.template_bounds import bounding_filters, check_operation,
 from qwen_onnx.runners.template_methods import allowed, bounded_arguments, bounded_filters, bounded_tests
 from qwen_onnx.runners.template_sizes import METER, Meter, bounded_join, meter_of
 
-# To compile a longer one takes long; the longest of real ones have a tenth of that.
-_LONGEST_TEMPLATE = 2**18
+# To compile a longer one takes long; the longest of real ones have a fifth of that.
+_LONGEST_TEMPLATE = 2**17
 # What is found by a longer key takes its time to compare with the key.
 _LONGEST_KEY = 2**16
 _LONGEST_REFUSAL = 2**12
@@ -45,10 +45,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        filters: dict[str, Any] = {**self.filters, "tojson": _tojson}
-        tests: dict[str, Any] = {**self.tests}
-        self.filters = bounded_filters(filters) | bounding_filters()
-        self.tests = bounded_tests(tests)
+        filters: Any = bounded_filters({**self.filters, "tojson": _tojson}) | bounding_filters()
+        tests: Any = bounded_tests({**self.tests})
+        self.filters, self.tests = filters, tests
         self.globals |= {
             "namespace": _NamedValues,
             "raise_exception": _raise_exception,
@@ -73,18 +72,21 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Compute an operator, unless its result would be out of proportion."""
         meter = meter_of(context)
         check_operation(meter, operator, left, right)
-        return meter.made(super().call_binop(context, operator, left, right))
+        return meter.made(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Make a call of the template, counted as work. (The signature is Jinja's.)"""
         meter = meter_of(__context)
         meter.spend(1 + (len(args) + len(kwargs)) // 16)
-        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `str.format`
         if isinstance(__obj, LoopContext):
             # A recursive loop calls itself with what it goes over next.
             meter.spend(sum(len(arg) for arg in args if isinstance(arg, Sized)))
-        elif isinstance(method, BuiltinMethodType):
-            args, kwargs = bounded_arguments(meter, method, args, kwargs)
+        elif isinstance(__obj, BuiltinMethodType):
+            args, kwargs = bounded_arguments(meter, __obj, args, kwargs)
+        elif isinstance(__obj, FunctionType) and hasattr(__obj, "__wrapped__"):
+            args, kwargs = bounded_arguments(
+                meter, __obj.__wrapped__, args, kwargs
+            )  # Jinja wraps `str.format`
         elif not isinstance(__obj, Macro):
             # A macro is given its arguments; anything else may go over them.
             for name, arg in (*enumerate(args), *kwargs.items()):
@@ -102,9 +104,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Refuse, beyond Jinja's rules, what is fetched from a class: `dict.update(d, …)` would change d."""
-        return (
-            not isinstance(obj, type) and allowed(obj, attr) and super().is_safe_attribute(obj, attr, value)
-        )
+        known = allowed(obj, attr)
+        if known is not None:
+            return known
+        return not isinstance(obj, type) and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Refuse at once: what Jinja returns here fails when it is used, but prints as nothing."""

@@ -47,7 +47,8 @@ class Meter:
     def spend(self, work: int) -> None:
         """Count work. Raises SecurityError when a render has done too much."""
         self.spent += work
-        if self.spent > MOST_WORK:
+        # No work is negative, unless a template has found out how to name the filters that come here.
+        if self.spent > MOST_WORK or work < 0:
             raise SecurityError(f"more work than {MOST_WORK} loop rounds and calls")
 
     def extent(self, value: object, level: int = 0) -> tuple[int, int]:
@@ -81,9 +82,10 @@ class Meter:
         self.spend(1 + count // _ELEMENTS_A_ROUND)
         size, deepest = ELEMENT + count * ELEMENT, 0
         for item in items:
-            part, depth = self.extent(item, level + 1)
+            part, depth = (len(item), 0) if type(item) is str else self.extent(item, level + 1)
             size += part
-            deepest = max(deepest, depth)
+            if depth > deepest:
+                deepest = depth
             if size > LARGEST_TEXT:
                 break
         if deepest >= _DEEPEST:
@@ -98,14 +100,15 @@ class Meter:
 
     def use(self, value: object, times: int = 1) -> None:
         """Count that a value is gone over. Raises SecurityError as `extent` does."""
-        self.spend(self.size(value) * times // _BYTES_A_ROUND)
+        size = len(value) if type(value) is str else self.extent(value)[0]
+        self.spend(size * times // _BYTES_A_ROUND)
 
     def made(self, value: Any) -> Any:
         """Return a value that was computed, counted. Raises SecurityError as `extent` does."""
         if isinstance(value, str):
             check_size(len(value))
             self.spend(sys.getsizeof(value) // _BYTES_A_ROUND)
-        else:
+        elif not isinstance(value, bool):
             self.extent(value)
         return value
 
@@ -119,8 +122,7 @@ class Meter:
 
 def meter_of(context: Context) -> Meter:
     """Return the meter of the render that is going on."""
-    meter = context[METER]
-    assert isinstance(meter, Meter)
+    meter: Meter = context[METER]
     return meter
 
 
