@@ -1,6 +1,6 @@
 """Bounds put into the tree of a chat template: what it writes out, makes and compares, and how often it repeats."""
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
 from jinja2 import nodes, pass_context
@@ -37,7 +37,7 @@ def put_bounds(tree: nodes.Template) -> None:
     _Bounds().visit(tree)
 
 
-def bounding_filters() -> dict[str, Callable[..., Any]]:
+def bounding_filters() -> dict[str, Any]:
     """Return, by their names in a bounded template, the filters that hold it within bounds."""
     return {
         _MADE: _made,

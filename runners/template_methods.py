@@ -126,7 +126,7 @@ def formatted_size(meter: Meter, text: str, args: Sequence[object], mark: str) -
     return len(text) + widths + fields * max((meter.size(arg) for arg in args), default=0)
 
 
-def bounded_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+def bounded_filters(filters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the filters that templates may use, each within bounds."""
     return {
         name: filter_ if name in _CONSTANT_FILTERS else _bounded_filter(name, filter_)
@@ -135,7 +135,7 @@ def bounded_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Call
     }
 
 
-def bounded_tests(tests: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+def bounded_tests(tests: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tests that templates may use, each within bounds."""
     return {
         name: test if name in _CONSTANT_TESTS.split() else _bounded_test(name, test)

@@ -45,9 +45,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        filters: Any = bounded_filters({**self.filters, "tojson": _tojson}) | bounding_filters()
-        tests: Any = bounded_tests({**self.tests})
-        self.filters, self.tests = filters, tests
+        self.filters |= {"tojson": _tojson}
+        self.filters = bounded_filters(self.filters) | bounding_filters()
+        self.tests = bounded_tests(self.tests)
         self.globals |= {
             "namespace": _NamedValues,
             "raise_exception": _raise_exception,

@@ -13,6 +13,8 @@ VALUES = (
     "messages.__class__", "''.__class__.__mro__", "(1).__class__", "eos_token", "'%s' % 1", "'{0.__class__}'",
     "'PW' ~ 'NED' if self.__init__.__globals__ else ''", "().__class__.__base__.__subclasses__()", "('a',) * 3",
     "config", "x.y.z", "[1, [2, [3]]]", "{'a': {'b': messages}}", "'x' * 1000", "true", "'%99999999d' % 1",
+    "[[[1] * 999] * 999] * 999", "('a' * 10 ** 6)", "(x, x)", "[x, x]", "{'a': x, 'b': x}", "namespace(a=x, b=x)",
+    "'ab' ~ 'a' * 99999", "range(0, 10 ** 5 * (2 ** 61 - 1), 2 ** 61 - 1)", "'%s%9999s' * 999", "'{0:9999}' * 999",
 )  # fmt: skip
 ATTRIBUTES = (
     "__class__", "__globals__", "__init__", "__mro__", "__subclasses__()", "__builtins__", "__dict__", "__code__",
@@ -20,6 +22,8 @@ ATTRIBUTES = (
     "content", "role", "mro()", "gi_frame", "f_globals", "func_globals", "im_func", "__getattribute__('x')",
     "split('')", "ljust(10 ** 12)", "zfill(10 ** 9)", "encode()", "translate({})", "expandtabs(10 ** 9)",
     "replace('', 'x')", "strip()", "items()", "splitlines()", "count('')", "maketrans('a', 'b')", "rjust(299999)",
+    "replace('a', 'b' * 10 ** 5)", "join(x)", "format(x, x)", "format(*x)", "rfind(x)", "rsplit(x)", "strip(x)",
+    "keys().mapping", "to_bytes(10 ** 9, 'big')", "translate([x] * 99)", "expandtabs(tabsize=99999)", "get(x)",
 )  # fmt: skip
 FILTERS = (
     "attr('__class__')", "map(attribute='__class__')", "map('attr', '__init__')", "list", "join", "join('x')",
@@ -28,6 +32,9 @@ FILTERS = (
     "groupby('role')", "selectattr('x', '__init__')", "select('undefined')", "map('upper')", "sum", "pprint",
     "urlize", "striptags", "filesizeformat", "default(messages)", "dictsort", "items", "truncate(1)", "no_such",
     "forceescape", "tojson", "unique", "replace('', 'xx')", "xmlattr", "batch(2)", "slice(3)", "wordcount",
+    "replace('a', 'b' * 10 ** 5)", "map('replace', 'a', x)", "join('a' * 10 ** 6)", "indent('x' * 10 ** 6, blank=true)",
+    "select('in', x)", "select('odd')", "tojson(indent=99999)", "sum(start=[])", "map('repeated part')", "trim(x)",
+    "round(-299999)", "int(base=16)", "format(x)", "format(*x)", "unique | list", "title", "sort(attribute=x)",
 )  # fmt: skip
 STATEMENTS = (
     "{{% for i in {value} %}}{body}{{% endfor %}}",
@@ -48,6 +55,9 @@ STATEMENTS = (
     "{{% set ns = namespace() %}}{{% set ns.x = {value} %}}",
     "{{% set ns = namespace(s='x') %}}{{% for i in range(9) %}}"
     "{{% set ns.s = ns.s ~ {value} ~ ns.s %}}{{% endfor %}}",
+    "{{% set ns = namespace(l={value}) %}}{{% for i in range(60) %}}{{% set ns.l = (ns.l, ns.l) %}}{{% endfor %}}"
+    "{{% set x = ns.l %}}{body}{{{{ {{x: x}} }}}}",
+    "{{% set x = {value} %}}{{% for i in range(99999) %}}{body}{{% endfor %}}",
     "{{% do {value} %}}",
     "{{% with x = {value} %}}{body}{{% endwith %}}",
     "{{# {body}",
