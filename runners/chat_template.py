@@ -66,8 +66,8 @@ class ChatTemplate:
 
         `enable_thinking` is the template's own switch; None leaves the choice to the template.
 
-        Raises UserError when the template refuses the messages, fails, reaches for what the sandbox forbids, or
-        writes more than 16 MiB.
+        Raises UserError when the template refuses the messages, fails, reaches for what the sandbox forbids, writes
+        more than 16 MiB, or does more work than the sandbox allows.
         """
         try:
             variables: dict[str, object] = {

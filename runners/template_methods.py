@@ -185,7 +185,9 @@ def _check_filter(meter: Meter, name: str, value: Any, given: tuple[Any, ...]) -
         case "join":
             check_size(meter.size(value) + _length(value) * sum(map(meter.size, given)))
         case "indent":
-            check_size(meter.size(value) + _lines(str(value)) * max(ELEMENT, _widths(meter, given)))
+            lines = _lines(str(value))
+            meter.spend(lines // 4)
+            check_size(meter.size(value) + lines * max(ELEMENT, _widths(meter, given)))
         case "format":
             check_size(formatted_size(meter, str(value), given, "%"))
         case "tojson":

@@ -26,8 +26,8 @@ _DEEPEST = 200
 # So many bytes made or characters gone over count as one loop round, and so many elements of a new container.
 _BYTES_A_ROUND = 1024
 _ELEMENTS_A_ROUND = 16
-# A larger number may be one of many with the same hash: few of them may come together in a dict.
-_HASHED_APART = 60
+# Numbers of more bits may be many with the same hash: so few that a dict of them takes no time may come together.
+_HASHED_APART = 64
 _NUMBER = 16
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 

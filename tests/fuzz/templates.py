@@ -32,7 +32,7 @@ FILTERS = (
     "groupby('role')", "selectattr('x', '__init__')", "select('undefined')", "map('upper')", "sum", "pprint",
     "urlize", "striptags", "filesizeformat", "default(messages)", "dictsort", "items", "truncate(1)", "no_such",
     "forceescape", "tojson", "unique", "replace('', 'xx')", "xmlattr", "batch(2)", "slice(3)", "wordcount",
-    "replace('a', 'b' * 10 ** 5)", "map('replace', 'a', x)", "join('a' * 10 ** 6)", "indent('x' * 10 ** 6, blank=true)",
+    "replace('a', 'b' * 10 ** 5)", "map('replace', 'a', x)", "join('a' * 10 ** 6)", "indent('x' * 10 ** 6)",
     "select('in', x)", "select('odd')", "tojson(indent=99999)", "sum(start=[])", "map('repeated part')", "trim(x)",
     "round(-299999)", "int(base=16)", "format(x)", "format(*x)", "unique | list", "title", "sort(attribute=x)",
 )  # fmt: skip
