@@ -201,6 +201,8 @@ def _check_filter(meter: Meter, name: str, value: Any, given: tuple[Any, ...]) -
             raise SecurityError("a number of too many digits")
         case "round" if any(isinstance(arg, int) and abs(arg) > _MOST_DIGITS for arg in given):
             raise SecurityError("a number of too many digits")
+        case "unique":
+            meter.hashed(_length(value))
         case "sum" if any(isinstance(arg, list | tuple) for arg in given):
             # Each list is added to a copy of those before.
             meter.spend(meter.size(value) // ELEMENT * _length(value) // 256)

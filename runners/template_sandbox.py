@@ -6,6 +6,7 @@ A template comes with the model, from strangers: it may neither reach Python nor
 import json
 from collections.abc import Iterable, Sized
 from datetime import datetime
+from operator import length_hint
 from types import BuiltinMethodType, FunctionType
 from typing import Any, NoReturn
 
@@ -92,6 +93,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             for name, arg in (*enumerate(args), *kwargs.items()):
                 if name not in ("_loop_vars", "_block_vars"):
                     meter.use(arg)
+            if __obj in (dict, _NamedValues) and args:
+                meter.hashed(length_hint(args[0]))
         return meter.made(super().call(__context, __obj, *args, **kwargs))
 
     def getitem(self, obj: Any, argument: Any) -> Any:

@@ -29,6 +29,9 @@ _ELEMENTS_A_ROUND = 16
 # Numbers of more bits may be many with the same hash: so few that a dict of them takes no time may come together.
 _HASHED_APART = 64
 _NUMBER = 16
+# Keys that are tuples may be chosen to have the same hash, too.
+_MOST_TUPLES = 64
+_COMPARISONS_A_ROUND = 256
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
 
@@ -67,6 +70,8 @@ class Meter:
             return len(value) * (ELEMENT + max(self.size(value.start), self.size(value.stop))), 1
         items: Iterable[object]
         if isinstance(value, dict):
+            if len(value) > _MOST_TUPLES and any(isinstance(key, tuple) for key in value):
+                raise SecurityError(f"more than {_MOST_TUPLES} keys, of which one is a tuple")
             items, count = chain.from_iterable(value.items()), 2 * len(value)
         elif isinstance(value, list | tuple | set | frozenset):
             items, count = value, len(value)
@@ -102,6 +107,10 @@ class Meter:
         """Count that a value is gone over. Raises SecurityError as `extent` does."""
         size = len(value) if type(value) is str else self.extent(value)[0]
         self.spend(size * times // _BYTES_A_ROUND)
+
+    def hashed(self, count: int) -> None:
+        """Count that a dict or set is made of so many: at worst, each is compared with each."""
+        self.spend(count * count // _COMPARISONS_A_ROUND)
 
     def made(self, value: Any) -> Any:
         """Return a value that was computed, counted. Raises SecurityError as `extent` does."""

@@ -117,6 +117,8 @@ REFUSED = {
     + "{{ ns.g | list }}",
     "same hashes": f"{{{{ {COLLIDING} | unique | list }}}}",
     "same hashes in a dict": f"{{{{ dict({COLLIDING} | batch(2)) }}}}",
+    "tuples in a set": "{{ dict(range(90000) | batch(2)).items() | unique | list }}",
+    "tuples as keys": "{% set d = dict(range(2000) | batch(2)) %}{{ dict(d.items() | batch(2)) }}",
     "arguments": "{% macro f() %}{{ kwargs | length }}{% endmacro %}"
     + repeated("{{ f(**a) }}", a="dict(range(90000) | map('string') | batch(2))"),
     "names of attributes": "{% set p = '0' ~ '.0' * 1000000 %}{{ ([[1]] * 90000) | sort(attribute=p) }}",
