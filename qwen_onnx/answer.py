@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from qwen_onnx.errors import UserError
@@ -115,7 +115,7 @@ def answer(
         UserError: as `Chat.generate`.
     """
     prompt_ids = chat.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
-    chatting = not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], int)
+    chatting = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt[:1])
     begun = begins_reasoning(chat, prompt_ids) if chatting else None
     splitter = None if begun is None else ReasoningSplitter(begun=begun)
     tokens: list[Token] = []

@@ -75,6 +75,10 @@ def run_model(options: RunOptions) -> int:
         raise UserError("--json answers one prompt: give it with -p, --prompt-ids or a pipe")
     if options.system is not None and (options.raw or options.prompt_ids is not None):
         raise UserError("--system belongs to the chat template; --raw and --prompt-ids use none")
+    of_template = {"--think, --no-think": options.request.enable_thinking, "--tools": options.request.tools}
+    for name, given in of_template.items():
+        if given is not None and (options.raw or options.prompt_ids is not None):
+            raise UserError(f"{name} belongs to the chat template; --raw and --prompt-ids use none")
     if options.context_full not in CONTEXT_FULL:
         raise UserError(f"--context-full {options.context_full!r}: {' or '.join(CONTEXT_FULL)} wanted")
     if options.dtype not in (None, *EXPORT_DTYPES):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chats import endless, tiny, write_chat_checkpoint
 from command import command
@@ -16,6 +17,7 @@ from test_repl import CTRL_D, talk
 from text_fixtures import QWEN3_LIKE
 
 from qwen_onnx import export, load
+from qwen_onnx.answer import answer
 from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.generate import FinishReason
 from qwen_onnx.runners.generation_options import GenerationRequest
@@ -151,6 +153,25 @@ def test_a_template_without_the_switch_is_named(flag: str) -> None:
     """The option is taken, and does nothing."""
     error = command("run", endless(), "--provider", "cpu", "-p", "Hi", flag).error
     assert "chat template has no switch for thinking (--think" in error
+
+
+@pytest.mark.parametrize("prompt", [("-p", "Hi", "--raw"), ("--prompt-ids", "1,2")])
+def test_options_of_the_template_are_refused_where_none_is_used(
+    prompt: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Taken, and without effect."""
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps(TOOLS))
+    for option in (("--think",), ("--no-think",), ("--tools", path)):
+        error = command("run", thinker(), "--provider", "cpu", *prompt, *option).error
+        assert "belongs to the chat template" in error
+
+
+def test_ids_of_numpy_are_no_chat(says: Callable[..., Asked]) -> None:
+    """What was said after token ids is taken apart as a chat's answer."""
+    says("".join(ANSWER))
+    found = answer(load(thinker(), provider="cpu"), np.array([1, 2, 3]), GenerationRequest(max_new_tokens=9))  # type: ignore[arg-type]
+    assert (found.text, found.reasoning) == ("".join(ANSWER), None)
 
 
 def test_tools_that_no_one_reads_are_refused(tmp_path: Path) -> None:
