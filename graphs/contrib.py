@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder, nn
 
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import BATCH, CAPACITY, SEQLENS_K, TOTAL_SEQUENCE_LENGTH
+from qwen_onnx.contract import BATCH, CAPACITY, KEPT, SEQLENS_K, TOTAL_SEQUENCE_LENGTH
 from qwen_onnx.graphs.attention import Attention
 from qwen_onnx.graphs.contrib_ops import (
     fused_matmul,
@@ -21,7 +21,7 @@ from qwen_onnx.graphs.contrib_ops import (
     quick_gelu,
     skip_simplified_layer_normalization,
 )
-from qwen_onnx.graphs.layers import MLP, Linear, RMSNorm, as_type
+from qwen_onnx.graphs.layers import MLP, Linear, PackedMLP, RMSNorm, as_type, named, size_of
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.rotary import RotaryTables
 from qwen_onnx.graphs.state import END, KeyValue, Precision
@@ -117,14 +117,8 @@ class ContribMLP(MLP):
         return self.gate_proj(op, x_BSD), self.up_proj(op, x_BSD)
 
 
-class PackedMLP(ContribMLP):
+class PackedContribMLP(PackedMLP, ContribMLP):
     """Reads the matrices of gate and up as one."""
-
-    def __init__(self, config: QwenConfig, precision: Precision, linear: type[Linear]) -> None:
-        nn.Module.__init__(self)
-        hidden, feed_forward = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = linear(hidden, 2 * feed_forward, precision, bias=False)
-        self.down_proj = linear(feed_forward, hidden, precision, bias=False)
 
     def gate_and_up(self, op: OpBuilder, x_BSD: ir.Value) -> tuple[ir.Value, ir.Value]:
         """See ContribMLP.gate_and_up."""
@@ -143,7 +137,7 @@ class ContribLowering(Lowering):
 
     def __init__(self, *, packed: bool) -> None:
         self.attention = PackedAttention if packed else ContribAttention
-        self.mlp = PackedMLP if packed else ContribMLP
+        self.mlp = PackedContribMLP if packed else ContribMLP
 
     def begin(
         self,
@@ -175,9 +169,9 @@ class ContribLowering(Lowering):
     def last_tokens(self, op: OpBuilder, x_BSD: ir.Value, count: ir.Value, step: ContribStep) -> ir.Value:
         """See Lowering.last_tokens; [B, S, D] -> [B, count, D]."""
         op.builder.push_module("last")
-        x_BSD = op.Slice(x_BSD, op.Neg(count), [END], [1])
+        x_BXD = named(op.Slice(x_BSD, op.Neg(count), [END], [1]), BATCH, KEPT, size_of(x_BSD, 2))
         op.builder.pop_module()
-        return x_BSD
+        return x_BXD
 
     def advance(self, op: OpBuilder, step: ContribStep, moved_B1: ir.Value) -> dict[str, ir.Value]:
         """See Lowering.advance."""

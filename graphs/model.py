@@ -8,7 +8,8 @@ import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.graphs.layers import as_type
+from qwen_onnx.contract import BATCH, TOKENS
+from qwen_onnx.graphs.layers import as_type, named, size_of
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.rotary import RotaryTables
 from qwen_onnx.graphs.state import KeyValue, Precision, Step
@@ -57,7 +58,8 @@ class QwenModel(nn.Module):
         """[B, S] -> the normed states of all tokens, and the new cache."""
         x, delta = self.embed_tokens(op, ids_BS), None
         if self.lowering.flat:
-            x = op.Reshape(x, [-1, self.hidden_size])
+            tokens = BATCH if size_of(ids_BS, 1) == 1 else TOKENS
+            x = named(op.Reshape(x, [-1, self.hidden_size]), tokens, self.hidden_size)
         present = []
         for layer, past in zip(self.layers, cache, strict=True):
             x, delta, key_value = layer(op, x, delta, past, step)

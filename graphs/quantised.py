@@ -11,14 +11,13 @@ from types import MappingProxyType
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
-from qwen_onnx.config import QwenConfig
 from qwen_onnx.contract import BlockPlan, Blocks
 from qwen_onnx.graphs.contrib import ContribLowering
 from qwen_onnx.graphs.contrib_ops import gather_block_quantized, matmul_nbits
 from qwen_onnx.graphs.grouped import GroupedAttention, GroupedLowering
-from qwen_onnx.graphs.layers import MLP, Embedding, Linear, as_type
-from qwen_onnx.graphs.state import KeyValue, Precision
-from qwen_onnx.graphs.static import CaptureLowering, StaticAttention, StaticLowering, StaticStep
+from qwen_onnx.graphs.layers import Embedding, Linear, PackedMLP, as_type
+from qwen_onnx.graphs.state import Precision
+from qwen_onnx.graphs.static import CaptureLowering, PackedStaticAttention, StaticLowering
 
 
 def plan_of(precision: Precision) -> BlockPlan:
@@ -93,32 +92,8 @@ class QuantisedEmbedding(Embedding):
         return x_BSD if self.padded == self.size else op.Slice(x_BSD, [0], [self.size], [2])
 
 
-class QuantisedAttention(StaticAttention):
-    """As StaticAttention, with queries, keys and values of one product."""
-
-    def add_projections(self, config: QwenConfig, precision: Precision, linear: type[Linear]) -> None:
-        """See Attention.add_projections."""
-        size = self.query_size + 2 * self.key_size
-        self.qkv_proj = linear(config.hidden_size, size, precision, bias=config.qkv_bias)
-
-    def forward(
-        self, op: OpBuilder, x_MD: ir.Value, past: KeyValue, step: StaticStep
-    ) -> tuple[ir.Value, KeyValue]:
-        """See Attention.forward."""
-        sizes = [self.query_size, self.key_size, self.key_size]
-        q_MX, k_MX, v_MX = op.Split(self.qkv_proj(op, x_MD), sizes, axis=-1, _outputs=3)
-        attended_MX, present = self.attend(op, q_MX, k_MX, v_MX, past, step)
-        return self.o_proj(op, attended_MX), present
-
-
-class QuantisedMLP(MLP):
+class QuantisedMLP(PackedMLP):
     """As MLP, with gate and up of one product."""
-
-    def __init__(self, config: QwenConfig, precision: Precision, linear: type[Linear]) -> None:
-        nn.Module.__init__(self)
-        hidden, feed_forward = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = linear(hidden, 2 * feed_forward, precision, bias=False)
-        self.down_proj = linear(feed_forward, hidden, precision, bias=False)
 
     def forward(self, op: OpBuilder, x_MD: ir.Value) -> ir.Value:
         """[M, D] -> [M, D]."""
@@ -131,7 +106,7 @@ class QuantisedLowering(StaticLowering):
 
     opsets = MappingProxyType({"": 24, "com.microsoft": 1})
     linear, head, embedding = QuantisedLinear, QuantisedHead, QuantisedEmbedding
-    attention, mlp = QuantisedAttention, QuantisedMLP
+    attention, mlp = PackedStaticAttention, QuantisedMLP
 
 
 class QuantisedCaptureLowering(CaptureLowering):
@@ -139,10 +114,10 @@ class QuantisedCaptureLowering(CaptureLowering):
 
     opsets = MappingProxyType({"": 24, "com.microsoft": 1})
     linear, head, embedding = QuantisedLinear, QuantisedHead, QuantisedEmbedding
-    attention, mlp = QuantisedAttention, QuantisedMLP
+    attention, mlp = PackedStaticAttention, QuantisedMLP
 
 
-class QuantisedGroupedAttention(QuantisedAttention, GroupedAttention):
+class QuantisedGroupedAttention(PackedStaticAttention, GroupedAttention):
     """As GroupedAttention, with queries, keys and values of one product."""
 
 

@@ -13,9 +13,19 @@ from onnxscript import GraphBuilder, OpBuilder
 
 from qwen_onnx import contract
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.contract import ATTENTION_MASK, BATCH, CAPACITY, LIVE, POSITION_IDS, SEQUENCE, WRITE_INDICES
+from qwen_onnx.contract import (
+    ATTENTION_MASK,
+    BATCH,
+    CAPACITY,
+    KEPT,
+    KEPT_TOKENS,
+    LIVE,
+    POSITION_IDS,
+    SEQUENCE,
+    WRITE_INDICES,
+)
 from qwen_onnx.graphs.attention import Attention
-from qwen_onnx.graphs.layers import RMSNorm, as_type
+from qwen_onnx.graphs.layers import Linear, RMSNorm, as_type, named, size_of
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.rotary import RotaryTables
 from qwen_onnx.graphs.state import END, KeyValue, Precision
@@ -60,23 +70,35 @@ class StaticAttention(Attention):
         self, op: OpBuilder, q_MX: ir.Value, k_MX: ir.Value, v_MX: ir.Value, past: KeyValue, step: StaticStep
     ) -> tuple[ir.Value, KeyValue]:
         """See Attention.attend."""
-        q_BNSH = self._rotated(op, self._heads(op, q_MX, step.query_shape, self.q_norm), step)
-        k_BKSH = self._rotated(op, self._heads(op, k_MX, step.key_shape, self.k_norm), step)
-        v_BKSH = self._heads(op, v_MX, step.key_shape, None)
+        q_BNSH = self._rotated(op, self._heads(op, q_MX, step.query_shape, self.q_norm, step), step)
+        k_BKSH = self._rotated(op, self._heads(op, k_MX, step.key_shape, self.k_norm, step), step)
+        v_BKSH = self._heads(op, v_MX, step.key_shape, None, step)
         key_BKCH = op.TensorScatter(
             past.key_BKCH, as_type(op, k_BKSH, self.hidden), step.write_indices_B, axis=2
         )
         value_BKCH = op.TensorScatter(past.value_BKCH, v_BKSH, step.write_indices_B, axis=2)
         y_BNSH = op.Attention(
-            q_BNSH, _live(op, key_BKCH, step), _live(op, value_BKCH, step), step.mask_B1ST, is_causal=0
+            q_BNSH,
+            self._live(op, key_BKCH, step),
+            self._live(op, value_BKCH, step),
+            step.mask_B1ST,
+            is_causal=0,
         )
         y_MX = op.Reshape(op.Transpose(y_BNSH, perm=[0, 2, 1, 3]), [-1, self.query_size])
+        y_MX = named(y_MX, size_of(q_MX, 0), self.query_size)
         return as_type(op, y_MX, self.hidden), KeyValue(key_BKCH, value_BKCH)
 
     def _heads(
-        self, op: OpBuilder, x_MX: ir.Value, shape: ir.Value | list[int], norm: RMSNorm | None
+        self,
+        op: OpBuilder,
+        x_MX: ir.Value,
+        shape: ir.Value | list[int],
+        norm: RMSNorm | None,
+        step: StaticStep,
     ) -> ir.Value:
-        x_BSNH = op.Reshape(x_MX, shape)
+        batch, sequence = (size_of(step.position_ids_BS, axis) for axis in (0, 1))
+        heads = int(size_of(x_MX, 1)) // self.head_dim
+        x_BSNH = named(op.Reshape(x_MX, shape), batch, sequence, heads, self.head_dim)
         if norm is not None:
             x_BSNH, _ = norm(op, x_BSNH)
         return op.Transpose(x_BSNH, perm=[0, 2, 1, 3])
@@ -85,12 +107,36 @@ class StaticAttention(Attention):
         x_BNSH = as_type(op, x_BNSH, ir.DataType.FLOAT)
         return op.RotaryEmbedding(x_BNSH, step.cos_PH2, step.sin_PH2, step.position_ids_BS)
 
+    def _live(self, op: OpBuilder, cache_BKCH: ir.Value, step: StaticStep) -> ir.Value:
+        """Slots beyond the live length are never read, so they may hold anything; f32 for the scores."""
+        if step.live_length is not None:
+            batch, live = (size_of(step.mask_BT, axis) for axis in (0, 1))
+            live_BKTH = op.Slice(cache_BKCH, [0], step.live_length, [2])
+            cache_BKCH = named(live_BKTH, batch, self.kv_heads, live, self.head_dim)
+        return as_type(op, cache_BKCH, ir.DataType.FLOAT)
 
-def _live(op: OpBuilder, cache_BKCH: ir.Value, step: StaticStep) -> ir.Value:
-    """Slots beyond the live length are never read, so they may hold anything; f32 for the scores."""
-    if step.live_length is not None:
-        cache_BKCH = op.Slice(cache_BKCH, [0], step.live_length, [2])
-    return as_type(op, cache_BKCH, ir.DataType.FLOAT)
+
+class PackedStaticAttention(StaticAttention):
+    """As StaticAttention, with queries, keys and values of one product."""
+
+    def add_projections(self, config: QwenConfig, precision: Precision, linear: type[Linear]) -> None:
+        """See Attention.add_projections."""
+        size = self.query_size + 2 * self.key_size
+        self.qkv_proj = linear(config.hidden_size, size, precision, bias=config.qkv_bias)
+
+    def forward(
+        self, op: OpBuilder, x_MD: ir.Value, past: KeyValue, step: StaticStep
+    ) -> tuple[ir.Value, KeyValue]:
+        """See Attention.forward."""
+        sizes = [self.query_size, self.key_size, self.key_size]
+        q_MX, k_MX, v_MX = op.Split(self.qkv_proj(op, x_MD), sizes, axis=-1, _outputs=3)
+        attended_MX, present = self.attend(op, q_MX, k_MX, v_MX, past, step)
+        return self.o_proj(op, attended_MX), present
+
+
+def _states(op: OpBuilder, x_MD: ir.Value, step: StaticStep) -> ir.Value:
+    """[M, D] -> [B, S, D]."""
+    return named(op.Reshape(x_MD, step.states_shape), BATCH, SEQUENCE, size_of(x_MD, 1))
 
 
 class StaticLowering(Lowering):
@@ -122,11 +168,12 @@ class StaticLowering(Lowering):
         write_indices_B = builder.input(WRITE_INDICES, ir.DataType.INT64, [BATCH])
 
         length = op.Shape(mask_BT, start=1, end=2)
-        slot_T = op.Range(0, op.Squeeze(length), 1)
+        slot_T = named(op.Range(0, op.Squeeze(length), 1), self.mask_length)
         query_slot_BS = op.Unsqueeze(write_indices_B, [1])
         if not single:
             queries = op.Shape(ids_BS, start=1, end=2)
-            query_slot_BS = op.Add(query_slot_BS, op.Range(0, op.Squeeze(queries), 1))
+            query_S = named(op.Range(0, op.Squeeze(queries), 1), SEQUENCE)
+            query_slot_BS = op.Add(query_slot_BS, query_S)
         not_later_BST = op.LessOrEqual(slot_T, op.Unsqueeze(query_slot_BS, [2]))
         real_B1T = op.Unsqueeze(op.Cast(mask_BT, to=ir.DataType.BOOL), [1])
         mask_BST = op.Where(op.And(not_later_BST, real_B1T), 0.0, MASKED)
@@ -161,7 +208,7 @@ class StaticLowering(Lowering):
         last_slot_B = op.ReduceMax(op.Mul(step.mask_BT, step.slot_T), [1], keepdims=0)
         last_slot_B = op.Min(last_slot_B, op.ReduceMax(step.query_slot_BS, [1], keepdims=0))
         last_B = op.Max(op.Sub(last_slot_B, step.write_indices_B), 0)
-        x_BSD = op.Reshape(x_MD, step.states_shape)
+        x_BSD = _states(op, x_MD, step)
         x_BD = op.GatherND(x_BSD, op.Unsqueeze(last_B, [1]), batch_dims=1)
         op.builder.pop_module()
         return x_BD
@@ -169,8 +216,9 @@ class StaticLowering(Lowering):
     def last_tokens(self, op: OpBuilder, x_MD: ir.Value, count: ir.Value, step: StaticStep) -> ir.Value:
         """See Lowering.last_tokens; [M, D] -> [B x count, D]."""
         op.builder.push_module("last")
-        x_BSD = op.Reshape(x_MD, step.states_shape)
-        x_XD = op.Flatten(op.Slice(x_BSD, op.Neg(count), [END], [1]), axis=2)
+        hidden = size_of(x_MD, 1)
+        x_BXD = named(op.Slice(_states(op, x_MD, step), op.Neg(count), [END], [1]), BATCH, KEPT, hidden)
+        x_XD = named(op.Flatten(x_BXD, axis=2), KEPT_TOKENS, hidden)
         op.builder.pop_module()
         return x_XD
 
@@ -192,7 +240,7 @@ class CaptureLowering(StaticLowering):
         """
         if step.states_shape is None:
             return x_MD
-        return op.Gather(op.Reshape(x_MD, step.states_shape), -1, axis=1)
+        return op.Gather(_states(op, x_MD, step), -1, axis=1)
 
     def advance(self, op: OpBuilder, step: StaticStep, moved_B1: ir.Value) -> dict[str, ir.Value]:
         """See Lowering.advance."""
