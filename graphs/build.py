@@ -13,7 +13,7 @@ from onnxscript import GraphBuilder
 
 from qwen_onnx import contract
 from qwen_onnx.config import QwenConfig
-from qwen_onnx.graphs import contrib_ops
+from qwen_onnx.graphs import contrib_ops, nchwc_ops
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.model import QwenForCausalLM
 from qwen_onnx.graphs.packed import parts
@@ -23,6 +23,7 @@ from qwen_onnx.graphs.state import KeyValue, Precision, Step
 _INFERENCE_ERROR = "pkg.onnxscript.shape_inference_error"
 _IR_VERSIONS = {17: 8, 24: 11}
 """The first IR version of each operator set used here: readers of old ones refuse new files."""
+_TYPED_BY_HAND = (contrib_ops.DOMAIN, nchwc_ops.DOMAIN)  # there is no schema of those
 _LARGEST = 3e38  # near f32's end: beyond is infinity
 
 
@@ -142,6 +143,16 @@ def build_shrink(config: QwenConfig, dtype: ir.DataType) -> ir.Model:
     return _finish(graph)
 
 
+def build_probe() -> ir.Model:
+    """A product with a matrix in panels, both of them inputs: tells how many rows a panel has on this processor."""
+    graph, builder = _empty_graph("probe", {"": 24, nchwc_ops.DOMAIN: 1})
+    size = contract.PROBE_SIZE
+    x = builder.input(contract.PROBE_X, ir.DataType.FLOAT, [1, size, 1, 1])
+    weight = builder.input(contract.PROBE_WEIGHT, ir.DataType.FLOAT, [size, size, 1, 1])
+    builder.add_output(nchwc_ops.conv(builder.op, x, weight, None), contract.PROBE_Y)
+    return _finish(graph)
+
+
 def parameters(model: ir.Model) -> dict[str, ir.Value]:
     """The initializers that a weights file has to fill, by their checkpoint name."""
     return {name: value for name, value in model.graph.initializers.items() if value.const_value is None}
@@ -214,7 +225,7 @@ class _Builder(GraphBuilder):
 def _finish(graph: ir.Graph) -> ir.Model:
     for node in graph:
         error = node.metadata_props.get(_INFERENCE_ERROR)
-        if error and node.domain != contrib_ops.DOMAIN:  # there is no schema of those; contrib_ops types them
+        if error and node.domain not in _TYPED_BY_HAND:
             raise ValueError(f"{node.name}: {error}")
         if node.domain not in graph.opset_imports:
             raise ValueError(f"{node.name}: domain {node.domain!r} is not imported")

@@ -28,6 +28,8 @@ class Precision:
     """Of the hidden states and the cache. Where it differs, weights are cast to it inside the graph."""
     blocks: BlockPlan | None = None
     """How the matrices are quantised."""
+    panel_rows: int | None = None
+    """Matrices lie in panels of so many rows; see graphs/panels.py."""
 
 
 class KeyValue(NamedTuple):

@@ -70,9 +70,9 @@ class StaticAttention(Attention):
         self, op: OpBuilder, q_MX: ir.Value, k_MX: ir.Value, v_MX: ir.Value, past: KeyValue, step: StaticStep
     ) -> tuple[ir.Value, KeyValue]:
         """See Attention.attend."""
-        q_BNSH = self._rotated(op, self._heads(op, q_MX, step.query_shape, self.q_norm, step), step)
-        k_BKSH = self._rotated(op, self._heads(op, k_MX, step.key_shape, self.k_norm, step), step)
-        v_BKSH = self._heads(op, v_MX, step.key_shape, None, step)
+        q_BNSH = self._rotated(op, self._heads(op, q_MX, self.heads, self.q_norm, step), step)
+        k_BKSH = self._rotated(op, self._heads(op, k_MX, self.kv_heads, self.k_norm, step), step)
+        v_BKSH = self._heads(op, v_MX, self.kv_heads, None, step)
         key_BKCH = op.TensorScatter(
             past.key_BKCH, as_type(op, k_BKSH, self.hidden), step.write_indices_B, axis=2
         )
@@ -89,15 +89,10 @@ class StaticAttention(Attention):
         return as_type(op, y_MX, self.hidden), KeyValue(key_BKCH, value_BKCH)
 
     def _heads(
-        self,
-        op: OpBuilder,
-        x_MX: ir.Value,
-        shape: ir.Value | list[int],
-        norm: RMSNorm | None,
-        step: StaticStep,
+        self, op: OpBuilder, x_MX: ir.Value, heads: int, norm: RMSNorm | None, step: StaticStep
     ) -> ir.Value:
+        shape = step.query_shape if heads == self.heads else step.key_shape
         batch, sequence = (size_of(step.position_ids_BS, axis) for axis in (0, 1))
-        heads = int(size_of(x_MX, 1)) // self.head_dim
         x_BSNH = named(op.Reshape(x_MX, shape), batch, sequence, heads, self.head_dim)
         if norm is not None:
             x_BSNH, _ = norm(op, x_BSNH)

@@ -28,7 +28,7 @@ from qwen_onnx.contract import (
 from qwen_onnx.errors import UserError
 from qwen_onnx.export_writer import hash_file
 from qwen_onnx.golden import Finding, check_golden
-from qwen_onnx.graph_plan import GraphPlan, graph_plans, portable_plans, quantised_plans
+from qwen_onnx.graph_plan import GraphPlan, graph_plans, panel_plans, portable_plans, quantised_plans
 from qwen_onnx.graphs.build import verify
 from qwen_onnx.hub import resolve_model
 from qwen_onnx.info import load_graph, tensor_spec
@@ -41,7 +41,7 @@ from qwen_onnx.runners.session import OPTIMIZATION_LEVELS, SessionOptions
 from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 from qwen_onnx.safetensors_file import StoredTensor, read_header, same_bytes
-from qwen_onnx.weights import PIECE, OutputTensor, converted, quantised, rotary_tensors
+from qwen_onnx.weights import PIECE, OutputTensor, converted, in_panels, quantised, rotary_tensors
 
 P = ParamSpec("P")
 
@@ -192,6 +192,8 @@ def _plans(config: QwenConfig, manifest: Manifest) -> list[GraphPlan]:
         split = any(graph.entry == "decode" for graph in manifest.graphs)
         layout, _ = choose_layout(manifest.layout, manifest.target, manifest.dtype)
         return portable_plans(manifest.dtype, layout, split=split)
+    if manifest.panel_rows:
+        return panel_plans(manifest.panel_rows)
     if manifest.dtype in QUANTISED:
         blocks = Blocks(QUANTISED[manifest.dtype], 32)  # whatever they are: the plans are the same
         return quantised_plans(config, BlockPlan(blocks, blocks))
@@ -229,7 +231,10 @@ def _foreign_weights(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -
     own: list[OutputTensor] = []
     for name, tensor in checkpoint.tensors.items():
         blocks = manifest.quantised.get(name)
-        own += quantised(tensor, blocks) if blocks else [converted(tensor, dtype)]
+        if manifest.panel_rows and len(tensor.shape) == 2:
+            own.append(in_panels(tensor, manifest.panel_rows))
+        else:
+            own += quantised(tensor, blocks) if blocks else [converted(tensor, dtype)]
     for wanted in [*own, *made]:
         found = stored.get(wanted.name)
         if found is None or (found.dtype, found.shape) != (wanted.dtype, wanted.shape):

@@ -27,7 +27,7 @@ EXTRA_FILE = "extra.safetensors"
 
 TARGETS = ("onnxruntime", "portable")
 """What runs the graphs: ONNX Runtime, each provider its own; or anything, all of it one graph of old operators."""
-LAYOUTS = ("plain", "onnxruntime-genai", "transformers.js", "optimum", "triton")
+LAYOUTS = ("plain", "cpu", "onnxruntime-genai", "transformers.js", "optimum", "triton")
 """Who finds the files of an export where they are."""
 
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
@@ -99,6 +99,9 @@ GROW_RESULT = "grown"
 LARGER_CAPACITY = "larger_capacity"
 SHRINK_LENGTH = "length"
 SHRINK_RESULT = "shrunk"
+PROBE_X, PROBE_WEIGHT, PROBE_Y = "x", "weight", "y"
+PROBE_SIZE = 16
+"""Inputs and outputs of the probe's product: the most rows that a panel has."""
 
 
 def past_names(layers: int) -> list[str]:
@@ -130,7 +133,7 @@ class GraphSpec:
     entry: str
     """`prefill` (any number of tokens), `decode` (one token), `greedy` (any number, and the choice of the next),
     `score` (any number, and logits after as many as asked for), `grow` (a cache buffer into a
-    larger one), `shrink` (the first slots of a cache)."""
+    larger one), `shrink` (the first slots of a cache), `probe` (tells this processor's panels)."""
     lowering: str
     providers: tuple[str, ...]
     """Short names (`cpu`, `cuda`, `tensorrt`) of the providers this file is meant for."""
@@ -192,6 +195,8 @@ class Manifest:
     """One of TARGETS."""
     layout: str = "plain"
     """One of LAYOUTS."""
+    panel_rows: int | None = None
+    """8 or 16 in layout `cpu`: matrices [out, in] lie as [out / panel_rows, in, panel_rows]."""
     samples: dict[str, str] = dataclasses.field(default_factory=dict)
     """Of each weights file, sha256 of pages spread over it: a runner compares them, as hashing all takes too long."""
 
@@ -317,6 +322,8 @@ def _fault(manifest: Manifest) -> str | None:
     for field, known in (("dtype", EXPORT_DTYPES), ("target", TARGETS), ("layout", LAYOUTS)):
         if getattr(manifest, field) not in known:
             return f"{field} is {getattr(manifest, field)!r}"
+    if manifest.panel_rows not in ((8, 16) if manifest.layout == "cpu" else (None,)):
+        return f"panel_rows is {manifest.panel_rows} in layout {manifest.layout}"
     cache = set(past_names(manifest.num_hidden_layers))
     for graph in manifest.graphs:
         of_cache = [spec.shape for spec in graph.inputs if spec.name in cache]
@@ -325,7 +332,7 @@ def _fault(manifest: Manifest) -> str | None:
         own = (manifest.num_key_value_heads, manifest.head_dim)
         if any((shape[1], shape[3]) != own for shape in of_cache):
             return f"{graph.file} has a cache that is not of {own[0]} heads of {own[1]}"
-        if graph.entry in ("grow", "shrink"):
+        if graph.entry in ("grow", "shrink", "probe"):
             continue
         names = {spec.name for spec in graph.inputs}
         if cache != {name for name in names if name.startswith("past_key_values.")}:

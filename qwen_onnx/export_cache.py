@@ -20,7 +20,7 @@ from qwen_onnx.hub import SMALL_FILES, ModelSource
 from qwen_onnx.staging import discard, sweep
 
 CACHE_VARIABLE = "QWEN_ONNX_CACHE"
-_PARTS = 3  # after the model: source, dtype, package version
+_PARTS = 3  # after the model: source, dtype and layout, package version
 _SOURCE = re.compile(r"local-[0-9a-f]{12}|[0-9a-f]{12}")
 
 
@@ -48,8 +48,8 @@ def cache_folder(override: Path | None = None) -> Path:
     return platformdirs.user_cache_path("qwen-onnx", appauthor=False) / "exports"
 
 
-def cached_export_path(cache: Path, source: ModelSource, dtype: str) -> Path:
-    """Where the export of `source` in this dtype lies, or is to be made.
+def cached_export_path(cache: Path, source: ModelSource, kind: str) -> Path:
+    """Where the export of `source` of this kind lies, or is to be made: a dtype, or `f32-cpu16` for one in panels.
 
     A changed checkpoint, another dtype and another version of this package each give another name:
     `Qwen--Qwen2.5-0.5B-Instruct--7ae557604adf--f32--0.3.0`.
@@ -58,7 +58,7 @@ def cached_export_path(cache: Path, source: ModelSource, dtype: str) -> Path:
         UserError: a local checkpoint cannot be read.
     """
     origin = source.revision[:12] if source.revision else f"local-{_fingerprint(source.folder)}"
-    parts = [_readable(source.model_id), origin, dtype, importlib.metadata.version("qwen-onnx")]
+    parts = [_readable(source.model_id), origin, kind, importlib.metadata.version("qwen-onnx")]
     return cache / "--".join(parts)
 
 
@@ -131,4 +131,4 @@ def _read(path: Path) -> CachedExport | None:
     model_id = model if parts[0].startswith("local-") else model.replace("--", "/", 1)
     size = sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
     made = datetime.datetime.fromtimestamp((path / MANIFEST_FILE).stat().st_mtime).astimezone()
-    return CachedExport(path.name, path, model_id, parts[1], size, made)
+    return CachedExport(path.name, path, model_id, parts[1].partition("-")[0], size, made)

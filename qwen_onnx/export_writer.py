@@ -29,6 +29,7 @@ from qwen_onnx.weights import (
     blocks_of,
     converted,
     in_files,
+    in_panels,
     places_in,
     quantised,
     rotary_tensors,
@@ -53,9 +54,10 @@ class Writer:
         layout: Layout,
         plans: list[GraphPlan],
         blocks: BlockPlan | None,
+        panel_rows: int | None,
     ) -> None:
         (folder / layout.graph_folder).mkdir(parents=True, exist_ok=True)
-        self.layout, self._plans = layout, plans
+        self.layout, self._plans, self.panel_rows = layout, plans, panel_rows
         self.folder, self.checkpoint, self.dtype, self.positions = folder, checkpoint, dtype, positions
         self.files: dict[str, FileSpec] = {}
         self.graphs: list[GraphSpec] = []
@@ -77,18 +79,24 @@ class Writer:
         tensors: list[OutputTensor] = []
         for name, tensor in self.checkpoint.tensors.items():
             own = self.quantised.get(name)
-            tensors += quantised(tensor, own) if own else [converted(tensor, stored)]
+            if self.panel_rows and len(tensor.shape) == 2:
+                tensors.append(in_panels(tensor, self.panel_rows))
+            else:
+                tensors += quantised(tensor, own) if own else [converted(tensor, stored)]
         cut = in_files(arrange([*tensors, *self._rotary]), self.layout.largest_file)
         parts = {self.layout.weights_file(self.dtype, index): part for index, part in enumerate(cut)}
         for name, part in parts.items():
             self.places |= places_in(name, part)
-        if self.quantised and self.checkpoint.config.tie_word_embeddings:
+        if (self.quantised or self.panel_rows) and self.checkpoint.config.tie_word_embeddings:
             # Two names for the same bytes: the operators of head and embedding see them in different shapes.
-            self.places["lm_head.qweight"] = self.places["model.embed_tokens.qweight"]
+            kind = contract.QWEIGHT if self.quantised else "weight"
+            self.places[f"lm_head.{kind}"] = self.places[f"model.embed_tokens.{kind}"]
         return parts
 
     def link_weights(self) -> Parts:
         """Link the checkpoint's files; what is left to be written beside them."""
+        if self.panel_rows:
+            raise UserError("--link: --layout cpu writes weights in an order of its own; drop one of the two")
         stored = DTYPES.get(self.dtype, self.dtype)
         tensors = self.checkpoint.tensors
         if other := next((tensor for tensor in tensors.values() if tensor.dtype != stored), None):

@@ -26,12 +26,14 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.export_writer import Writer
 from qwen_onnx.graph_plan import (
     graph_plans,
+    panel_plans,
     portable_plans,
     quantised_plans,
 )
 from qwen_onnx.hub import ModelSource, resolve_model
 from qwen_onnx.layouts.known import choose_layout
 from qwen_onnx.memory import peak_memory
+from qwen_onnx.panel_sizes import verified_panels
 from qwen_onnx.quantize import Scheme
 from qwen_onnx.runners.chat_template import ChatTemplate
 from qwen_onnx.runners.stop_ids import stop_ids
@@ -105,6 +107,7 @@ def export_model(
     try:
         checkpoint = open_checkpoint(source.folder)
         positions = _positions(checkpoint.config, max_context)
+        panel_rows = verified_panels(checkpoint.config) if layout == "cpu" else None
         text = _read_text_side(source.folder, checkpoint.config)
         golden = _read_golden(source.folder / _GOLDEN_FILE)
         with staged_folder(out, force=force, keep=source.folder) as staged:
@@ -112,11 +115,15 @@ def export_model(
             arranged.write_around(staged, source.name)
             if target == "portable":
                 plans = portable_plans(dtype, arranged, split=split)
+            elif panel_rows:
+                plans = panel_plans(panel_rows)
             elif blocks:
                 plans = quantised_plans(checkpoint.config, blocks)
             else:
                 plans = graph_plans(checkpoint.config, dtype, packed=not link)
-            writer = Writer(folder, checkpoint, dtype, positions, progress, arranged, plans, blocks)
+            writer = Writer(
+                folder, checkpoint, dtype, positions, progress, arranged, plans, blocks, panel_rows
+            )
             parts = writer.link_weights() if link else writer.place_weights()
             # Graphs are Python's work, weights the disk's: they go side by side.
             with concurrent.futures.ThreadPoolExecutor(1) as beside:
@@ -223,6 +230,7 @@ def _manifest(
         golden=golden,
         target=target,
         layout=writer.layout.name,
+        panel_rows=writer.panel_rows,
         samples={
             name: sample(writer.folder / name) for name in sorted(writer.files) if contract.is_weights(name)
         },

@@ -10,10 +10,11 @@ from qwen_onnx.checkpoint import Checkpoint
 from qwen_onnx.config import QwenConfig
 from qwen_onnx.contract import DTYPES, BlockPlan, GraphSpec, TensorSpec
 from qwen_onnx.errors import UserError
-from qwen_onnx.graphs.build import build_decoder, build_grow, build_shrink, parameters
+from qwen_onnx.graphs.build import build_decoder, build_grow, build_probe, build_shrink, parameters
 from qwen_onnx.graphs.contrib import ContribLowering
 from qwen_onnx.graphs.grouped import GroupedLowering
 from qwen_onnx.graphs.lowering import Lowering
+from qwen_onnx.graphs.panels import PanelCaptureLowering, PanelGroupedLowering, PanelLowering
 from qwen_onnx.graphs.portable import PortableLowering
 from qwen_onnx.graphs.quantised import (
     QuantisedCaptureLowering,
@@ -53,6 +54,18 @@ def quantised_plans(config: QwenConfig, blocks: BlockPlan) -> list[GraphPlan]:
         GraphPlan("decode.grouped.onnx", "decode", QuantisedGroupedLowering(), f32, ("cpu",)),
         GraphPlan("score.onnx", "score", of_cpu["prefill"], f32, ("cpu",)),
         *(GraphPlan(f"{entry}.cuda.onnx", entry, of_cuda[entry], f16, ("cuda",)) for entry in of_cuda),
+    ]
+
+
+def panel_plans(panel_rows: int) -> list[GraphPlan]:
+    """The graph files of an f32 export for processors whose panels have so many rows."""
+    f32 = Precision(ir.DataType.FLOAT, ir.DataType.FLOAT, panel_rows=panel_rows)
+    lowerings = {
+        "prefill": PanelLowering(), "decode": PanelGroupedLowering(), "greedy": PanelCaptureLowering(),
+        "score": PanelLowering(), "grow": PanelLowering(), "probe": PanelLowering(),
+    }  # fmt: skip
+    return [
+        GraphPlan(f"{entry}.onnx", entry, lowering, f32, ("cpu",)) for entry, lowering in lowerings.items()
     ]
 
 
@@ -132,6 +145,8 @@ def build_planned(plan: GraphPlan, config: QwenConfig, positions: int) -> ir.Mod
     """The graph of one plan, its weights declared and not loaded."""
     if plan.entry == "grow":
         return build_grow(config, plan.precision.hidden)
+    if plan.entry == "probe":
+        return build_probe()
     if plan.entry == "shrink":
         return build_shrink(config, plan.precision.hidden)
     return build_decoder(

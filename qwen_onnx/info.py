@@ -27,7 +27,8 @@ def describe(folder: Path) -> str:
         f"{manifest.num_key_value_heads} key/value heads of {manifest.head_dim}, vocabulary {manifest.vocab_size}",
         f"dtype      {manifest.dtype}",
         f"target     {manifest.target}"
-        + (f", laid out for {manifest.layout}" if manifest.layout != "plain" else ""),
+        + (f", laid out for {manifest.layout}" if manifest.layout != "plain" else "")
+        + (f", panels of {manifest.panel_rows} rows" if manifest.panel_rows else ""),
         *_describe_blocks(manifest),
         f"context    {manifest.context_length} tokens",
         f"end tokens {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",

@@ -18,6 +18,7 @@ from qwen_onnx.repl import COMMANDS, Repl
 from qwen_onnx.runners.chat import Chat, Message
 from qwen_onnx.runners.generate import verify_options
 from qwen_onnx.runners.generation_options import GenerationRequest
+from qwen_onnx.runners.panels import suits_processor
 from qwen_onnx.runners.providers import missing_library, verify_provider
 from qwen_onnx.runners.runner import Runner
 from qwen_onnx.runners.session import ONE_DISTRIBUTION, SessionOptions, installed_distributions
@@ -207,19 +208,36 @@ def _export_folder(options: RunOptions) -> Path:
     from qwen_onnx.hub import DEFAULT_MODEL, resolve_model
 
     source = resolve_model(options.model or DEFAULT_MODEL, revision=options.revision)
-    dtype = options.dtype or _default_dtype(source, options.session.provider)
-    path = cached_export_path(cache_folder(options.cache_dir), source, dtype)
-    if not (path / MANIFEST_FILE).exists():
-        from qwen_onnx.making import make_export
+    provider, cache = _expected_provider(options.session.provider), cache_folder(options.cache_dir)
+    dtype = options.dtype or _default_dtype(source, provider)
+    in_panels = [f"f32-cpu{rows}" for rows in (16, 8)] if (dtype, provider) == ("f32", "cpu") else []
+    for kind in (*in_panels, dtype):
+        path = cached_export_path(cache, source, kind)
+        if (path / MANIFEST_FILE).exists() and suits_processor(path, read_manifest(path)):
+            return path
 
-        print(f"exporting {source.model_id} as {dtype}, once, to {path}", file=sys.stderr)
-        make_export(source, path, dtype=dtype)  # for its whole context: --max-context is the runner's here
+    from qwen_onnx.checkpoint import open_checkpoint
+    from qwen_onnx.making import make_export
+    from qwen_onnx.panel_sizes import possible_panels
+
+    # Faster than f32 for all processors (bench/README.md), and the cache is for this one.
+    rows = possible_panels(open_checkpoint(source.folder).config) if in_panels else None
+    path = cached_export_path(cache, source, f"f32-cpu{rows}" if rows else dtype)
+    print(f"exporting {source.model_id} as {dtype}, once, to {path}", file=sys.stderr)
+    # For its whole context: --max-context is the runner's here.
+    make_export(source, path, dtype=dtype, layout="cpu" if rows else "plain")
     return path
 
 
+def _expected_provider(asked: str) -> str:
+    """What `auto` will come to."""
+    if asked != "auto":
+        return asked
+    return "cpu" if missing_library("cuda") else "cuda"
+
+
 def _default_dtype(source: ModelSource, provider: str) -> str:
-    on_cuda = provider == "cuda" or (provider == "auto" and missing_library("cuda") is None)
-    if not on_cuda:
+    if provider != "cuda":
         return "f32"
     from qwen_onnx.checkpoint import open_checkpoint
 

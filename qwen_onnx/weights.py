@@ -92,6 +92,20 @@ def quantised(tensor: StoredTensor, blocks: Blocks) -> list[OutputTensor]:
     ]
 
 
+def in_panels(tensor: StoredTensor, panel_rows: int) -> OutputTensor:
+    """A matrix [out, in] as f32 [out / panel_rows, in, panel_rows], zeros in the rows that `out` lacks."""
+    rows, columns = tensor.shape
+
+    def pieces() -> Iterator[memoryview]:
+        for values in _rows(tensor, panel_rows):
+            missing = -len(values) % panel_rows
+            padded = np.pad(values, ((0, missing), (0, 0))) if missing else values
+            panels = padded.reshape(-1, panel_rows, columns).swapaxes(1, 2)
+            yield np.ascontiguousarray(panels).view(np.uint8).data
+
+    return OutputTensor(tensor.name, "F32", (-(-rows // panel_rows), columns, panel_rows), pieces)
+
+
 def blocks_of(tensor: StoredTensor, plan: BlockPlan) -> Blocks | None:
     """How a checkpoint's tensor is quantised; None: it is not, being no matrix."""
     if len(tensor.shape) != 2:
@@ -100,11 +114,14 @@ def blocks_of(tensor: StoredTensor, plan: BlockPlan) -> Blocks | None:
     return plan.head if of_head else plan.layers
 
 
-def _rows(tensor: StoredTensor) -> Iterator[NDArray[np.float32]]:
-    """The matrix as f32, some whole rows at a time."""
+def _rows(tensor: StoredTensor, together: int = 1) -> Iterator[NDArray[np.float32]]:
+    """The matrix as f32, some multiple of `together` rows at a time; fewer at the end."""
     columns, source = tensor.shape[1], FLOAT_DTYPES[tensor.dtype]
-    for piece in tensor.chunks(max(1, PIECE // (4 * columns)) * columns * source.itemsize):
-        yield np.frombuffer(piece, source).astype(np.float32).reshape(-1, columns)
+    rows = max(1, PIECE // (4 * columns * together)) * together
+    for piece in tensor.chunks(rows * columns * source.itemsize):
+        values = np.frombuffer(piece, source)
+        wide = _bf16_to_f32(values) if source == ml_dtypes.bfloat16 else values.astype(np.float32)
+        yield wide.reshape(-1, columns)
 
 
 def rotary_tensors(config: QwenConfig, positions: int) -> list[OutputTensor]:

@@ -21,6 +21,7 @@ from qwen_onnx.runners.free_memory import free_memory
 from qwen_onnx.runners.growing_steps import GrowingCache, GrowingSteps
 from qwen_onnx.runners.kv_cache import KVCache
 from qwen_onnx.runners.libraries import cuda_libraries
+from qwen_onnx.runners.panels import verify_panels
 from qwen_onnx.runners.phased_steps import LongSteps, PhasedSteps
 from qwen_onnx.runners.session import SessionOptions, open_session
 from qwen_onnx.runners.sliced_steps import SlicedSteps
@@ -135,6 +136,7 @@ def open_graph(
             f"--speculate: the activations of {manifest.dtype} round otherwise when several tokens go at once, so "
             "that the answer could be another; use an export in f32, f16 or bf16"
         )
+    verify_panels(folder, manifest)
     entry = (
         "greedy" if options.greedy_on_device else "score" if options.speculate or for_scores else "prefill"
     )

@@ -43,7 +43,14 @@ class Exported:
     def tensors(self) -> dict[str, np.ndarray]:
         """The weights as exported: what was lost by rounding them is not the graph's fault."""
         files = sorted(self.folder.glob("*.safetensors"))
-        return {name: tensor.numpy() for file in files for name, tensor in read_header(file).items()}
+        found = {name: tensor.numpy() for file in files for name, tensor in read_header(file).items()}
+        rows = {"lm_head": self.config.vocab_size, "model.embed_tokens": self.config.vocab_size}
+        return {
+            name: from_panels(values)[: rows.get(name.removesuffix(".weight"))]
+            if values.ndim == 3
+            else values
+            for name, values in found.items()
+        }
 
     def wanted(self, ids: np.ndarray) -> np.ndarray:
         """The reference's logits, float64 [S, V]. A prefix has the logits of the whole."""
@@ -79,15 +86,24 @@ class Exported:
         return self._sessions[path]
 
 
-def export_random(folder: Path, raw: RawConfig | str, dtype: str = "f32", **overrides: Any) -> Exported:
+def from_panels(values: np.ndarray) -> np.ndarray:
+    """[panels, in, rows of a panel] -> [out, in], as --layout cpu stores a matrix."""
+    return np.concatenate(list(values.swapaxes(1, 2)))
+
+
+def export_random(
+    folder: Path, raw: RawConfig | str, dtype: str = "f32", layout: str = "plain", **overrides: Any
+) -> Exported:
     """Write random weights of a configuration, changed by `overrides`, and export them."""
     raw = {**(CONFIGS[raw] if isinstance(raw, str) else raw), **overrides}
     write_checkpoint(folder / "checkpoint", raw)
-    return export_checkpoint(folder / "checkpoint", folder / "export", dtype)
+    return export_checkpoint(folder / "checkpoint", folder / "export", dtype, layout=layout)
 
 
-def export_checkpoint(checkpoint: Path, out: Path, dtype: str, *, link: bool = False) -> Exported:
-    export_model(str(checkpoint), out, dtype=dtype, link=link)
+def export_checkpoint(
+    checkpoint: Path, out: Path, dtype: str, *, layout: str = "plain", link: bool = False
+) -> Exported:
+    export_model(str(checkpoint), out, dtype=dtype, layout=layout, link=link)
     return Exported(checkpoint, out, dtype)
 
 

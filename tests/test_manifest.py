@@ -70,7 +70,7 @@ def test_other_format_version(manifest: Manifest, refuse: Callable[..., str], ve
 
 def test_each_missing_key(manifest: Manifest, refuse: Callable[..., str]) -> None:
     """Fault: KeyError, or a default that is not this model's."""
-    for key in raw(manifest).keys() - {"golden", "target", "layout", "samples"}:
+    for key in raw(manifest).keys() - {"golden", "target", "layout", "panel_rows", "samples"}:
         refuse({name: value for name, value in raw(manifest).items() if name != key})
     for place in ("graphs", "inputs", "outputs"):
         for key in first(raw(manifest), place):

@@ -81,11 +81,14 @@ def test_the_dtype_is_f32_on_a_cpu_and_the_checkpoints_own_on_cuda(
     write_checkpoint(tmp_path, QWEN2, dtype=stored)
     source = resolve_model(str(tmp_path))
     monkeypatch.setattr(running, "missing_library", lambda provider: "no driver")
-    assert running._default_dtype(source, "auto") == "f32"
+    assert running._expected_provider("auto") == "cpu"
+    assert running._expected_provider("cuda") == "cuda"
     assert running._default_dtype(source, "cpu") == "f32"
+    assert running._default_dtype(source, "tensorrt") == "f32"
     assert running._default_dtype(source, "cuda") == dtype
     monkeypatch.setattr(running, "missing_library", lambda provider: None)
-    assert running._default_dtype(source, "auto") == dtype
+    assert running._expected_provider("auto") == "cuda"
+    assert running._expected_provider("cpu") == "cpu"
 
 
 @pytest.mark.parametrize("verb", ["export", "run"])
