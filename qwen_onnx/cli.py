@@ -316,11 +316,13 @@ def bench(
     """Measure an export here: TTFT, tokens/s, memory, and the share of the memory's bandwidth that it reaches."""
     from qwen_onnx.benchmark import as_json as to_json
     from qwen_onnx.benchmark import as_text, run_benchmark
+    from qwen_onnx.memory import give_back_large_blocks
     from qwen_onnx.runners.providers import verify_provider
     from qwen_onnx.runners.session import SessionOptions
 
     verify_provider(provider)
     options = SessionOptions(provider, threads=threads, prepack=prepack)
+    give_back_large_blocks()
     found = run_benchmark(
         export, options, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
     )
