@@ -44,9 +44,15 @@ class Entry(NamedTuple):
 
 
 ENTRIES = [
-    Entry("qwen-onnx f32", "ours", "f32", (("onnxruntime-genai f32", 1.2), ("llama.cpp f32", 0.95))),
+    Entry(
+        "qwen-onnx f32, --layout cpu",
+        "ours",
+        "f32-cpu",
+        (("onnxruntime-genai f32", 1.2), ("llama.cpp f32", 0.95)),
+    ),
     Entry("llama.cpp f32", "llama_cpp", "f32.gguf"),
     Entry("onnxruntime-genai f32", "genai", "genai-fp32"),
+    Entry("qwen-onnx f32", "ours", "f32", (("llama.cpp f32", 0.95),)),
     Entry("qwen-onnx f32, repacked", "ours_prepacked", "f32"),
     Entry("transformers f32", "transformers", "model"),
     Entry("qwen-onnx int8", "ours", "int8", (("llama.cpp q8_0", 1.1),)),
@@ -54,6 +60,12 @@ ENTRIES = [
     Entry("qwen-onnx int4", "ours", "int4", (("llama.cpp q4_0", 1.25), ("onnxruntime-genai int4", 1.5))),
     Entry("llama.cpp q4_0", "llama_cpp", "q4_0.gguf"),
     Entry("onnxruntime-genai int4", "genai", "genai-int4"),
+    Entry(
+        "qwen-onnx int4, --block-size 128",
+        "ours",
+        "int4-128",
+        (("llama.cpp q4_0", 1.25), ("onnxruntime-genai int4", 1.5)),
+    ),
     Entry("qwen-onnx int4, head of 8 bits", "ours", "int4-head8"),
 ]
 COLUMNS = {
@@ -85,7 +97,8 @@ def make_models(work: Path, python: Path) -> None:
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copy(TINY / file, model)  # onnxruntime-genai's builder wants one; any will do
     for name, options in {
-        "f32": {"dtype": "f32"}, "int8": {"dtype": "int8"}, "int4": {"dtype": "int4"},
+        "f32": {"dtype": "f32"}, "f32-cpu": {"dtype": "f32", "layout": "cpu"}, "int8": {"dtype": "int8"},
+        "int4": {"dtype": "int4"}, "int4-128": {"dtype": "int4", "block_size": 128},
         "int4-head8": {"dtype": "int4", "head_bits": 8},
     }.items():  # fmt: skip
         if not (work / name).exists():

@@ -16,6 +16,8 @@ RUNTIMES = (
 )  # fmt: skip
 STATIC = (*_ORT, "onnx2pytorch", "nxrt", "onnx's reference evaluator")
 CONTRIB = (*_ORT, "nxrt")
+PANELS = ("ONNX Runtime in Python", "in Node")
+"""Where its kernels take panels of so many rows: `probe.onnx` tells."""
 
 
 def runs_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
@@ -24,6 +26,8 @@ def runs_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
         return RUNTIMES
     if graph.lowering == "portable":
         return tuple(name for name in RUNTIMES if name not in _FEEDERS)
+    if manifest.panel_rows and graph.entry != "grow":
+        return PANELS
     if "com.microsoft" not in graph.opsets:
         return STATIC
     # It has MatMulNBits, GatherBlockQuantized and GroupQueryAttention for f32, and neither FusedMatMul nor
