@@ -45,6 +45,7 @@ def export(
     max_context: int | None = None,
     block_size: int | None = None,
     head_bits: int | None = None,
+    head_block_size: int | None = None,
     target: str | None = None,
     layout: str = "plain",
     split: bool = False,
@@ -61,6 +62,7 @@ def export(
         max_context: positions the export is made for; default the model's own context length.
         block_size: weights that share a scale in int8 and int4: 16, 32, 64 or 128; default 128 and 64.
         head_bits: of embedding and head in int8 and int4, 4 or 8; default as the layers.
+        head_block_size: as block_size, of embedding and head; default as the layers.
         target: `onnxruntime`, or `portable`: one graph of old operators for any runtime, in f32 or f16; default the
             layout's.
         layout: who finds the files where they are: `plain`, `onnxruntime-genai`, `transformers.js`, `optimum` or
@@ -82,6 +84,7 @@ def export(
         max_context=max_context,
         block_size=block_size,
         head_bits=head_bits,
+        head_block_size=head_block_size,
         target=target,
         layout=layout,
         split=split,

@@ -93,6 +93,9 @@ def export(
         int | None,
         typer.Option(help="Of embedding and head in int8 and int4, 4 or 8; default as the layers."),
     ] = None,
+    head_block_size: Annotated[
+        int | None, typer.Option(help="As --block-size, of embedding and head; default as the layers.")
+    ] = None,
     target: Annotated[
         str | None, typer.Option(help="onnxruntime, or portable: one graph for any runtime, f32 or f16.")
     ] = None,
@@ -115,8 +118,8 @@ def export(
 
     summary = make_export(
         model or DEFAULT_MODEL, out, dtype=dtype, revision=revision, max_context=max_context,
-        block_size=block_size, head_bits=head_bits, target=target, layout=layout, split=split, link=link,
-        force=force,
+        block_size=block_size, head_bits=head_bits, head_block_size=head_block_size, target=target,
+        layout=layout, split=split, link=link, force=force,
     )  # fmt: skip
     print(summary_table(summary))
 

@@ -41,7 +41,7 @@ from qwen_onnx.runners.tokenizer import Tokenizer
 from qwen_onnx.runners.verify import sample
 from qwen_onnx.staging import recover, refuse_output, staged_folder
 
-# By measurement (bench/README.md). A head of 4 bits has blocks of 32: a wrong token costs more than a wrong nuance.
+# By measurement (bench/README.md).
 DEFAULT_BLOCK_SIZES = {"int8": 128, "int4": 64}
 _GOLDEN_FILE = "golden.json"
 _PACKAGES = ("qwen-onnx", "numpy", "onnx", "onnx-ir", "onnxscript", "ml_dtypes")
@@ -68,6 +68,7 @@ def export_model(
     max_context: int | None = None,
     block_size: int | None = None,
     head_bits: int | None = None,
+    head_block_size: int | None = None,
     target: str | None = None,
     layout: str = "plain",
     split: bool = False,
@@ -82,6 +83,7 @@ def export_model(
         max_context: rows of the rotary tables; default the model's own context length.
         block_size: weights that share a scale ; default 128 in int8, 64 in int4.
         head_bits: of the embedding and the head in int8 and int4, 4 or 8; default as the layers'.
+        head_block_size: as `block_size`, of the embedding and the head; default as the layers'.
         target: `onnxruntime`, or `portable` for any runtime; default the layout's.
         layout: who finds the files where they are, one of contract.LAYOUTS.
         split: of a portable export, `prefill.onnx` and `decode.onnx` too.
@@ -93,7 +95,7 @@ def export_model(
         UserError: anything wrong with the model or the output; `out` is then as it was.
     """
     started = time.perf_counter()
-    blocks = _block_plan(dtype, block_size, head_bits)
+    blocks = _block_plan(dtype, block_size, head_bits, head_block_size)
     arranged, target = choose_layout(layout, target, dtype)
     if split and target != "portable":
         raise UserError("--split is for --target portable: others have a decode graph already")
@@ -154,18 +156,23 @@ def _default_name(model: str, dtype: str, target: str, layout: str) -> str:
     return f"{model}-{dtype}" + (f"-{kind}" if kind else "")
 
 
-def _block_plan(dtype: str, block_size: int | None, head_bits: int | None) -> BlockPlan | None:
+def _block_plan(
+    dtype: str, block_size: int | None, head_bits: int | None, head_block_size: int | None
+) -> BlockPlan | None:
     """How matrices are quantised; None where they are not."""
     if dtype not in EXPORT_DTYPES:
         raise UserError(f"dtype {dtype!r} is not known; choose one of {', '.join(EXPORT_DTYPES)}")
     if dtype not in QUANTISED:
-        for option, value in (("--block-size", block_size), ("--head-bits", head_bits)):
+        given = {"--block-size": block_size, "--head-bits": head_bits, "--head-block-size": head_block_size}
+        for option, value in given.items():
             if value is not None:
                 raise UserError(f"{option} is for int8 and int4, not {dtype}")
         return None
     layers = Blocks(QUANTISED[dtype], DEFAULT_BLOCK_SIZES[dtype] if block_size is None else block_size)
-    bits = layers.bits if head_bits is None else head_bits
-    head = Blocks(bits, min(32, layers.block_size) if bits == 4 else layers.block_size)
+    head = Blocks(
+        layers.bits if head_bits is None else head_bits,
+        layers.block_size if head_block_size is None else head_block_size,
+    )
     for blocks in (layers, head):
         Scheme(blocks.bits, blocks.block_size)  # which says what is wrong with it
     return BlockPlan(layers, head)

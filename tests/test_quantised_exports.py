@@ -132,14 +132,12 @@ def test_matrices_lie_in_blocks_and_once(
     model, (_, dtype, block_size) = exported_blocks(*case), case
     matrices = {name for name, tensor in model.checkpoint.tensors.items() if len(tensor.shape) == 2}
     assert model.manifest.quantised.keys() == matrices
-    for name, blocks in model.manifest.quantised.items():
-        of_head = name in ("model.embed_tokens.weight", "lm_head.weight")
-        bits = contract.QUANTISED[dtype]
-        own = min(32, block_size) if of_head and bits == 4 else block_size
-        assert blocks == contract.Blocks(bits, own)
+    bits = contract.QUANTISED[dtype]
+    assert set(model.manifest.quantised.values()) == {contract.Blocks(bits, block_size)}
+    for name in matrices:
         stem, shape = name.removesuffix("weight"), model.checkpoint.tensors[name].shape
-        count = -(-shape[1] // own)
-        assert model.stored[stem + "qweight"].shape == (shape[0], count * own * bits // 8)
+        count = -(-shape[1] // block_size)
+        assert model.stored[stem + "qweight"].shape == (shape[0], count * block_size * bits // 8)
         assert model.stored[stem + "scales"].shape == (shape[0], count)
         assert name not in model.stored
     others = model.checkpoint.tensors.keys() - matrices
@@ -214,6 +212,23 @@ def test_a_head_in_more_bits_than_the_layers(tmp_path: Path) -> None:
     assert ran.out == "The capital of France is Paris.\n"
 
 
+def test_a_head_in_blocks_of_its_own(tmp_path: Path) -> None:
+    """The embedding unpacked by the layers' blocks; an option that is taken and lost."""
+    ran = command(
+        "export", "tiny", tmp_path / "out", "--dtype", "int4", "--block-size", 128, "--head-block-size", 32
+    )
+    assert ran.code == 0
+    quantised = contract.read_manifest(tmp_path / "out").quantised
+    assert quantised["model.embed_tokens.weight"] == contract.Blocks(4, 32)
+    assert quantised["model.layers.0.mlp.up_proj.weight"] == contract.Blocks(4, 128)
+    assert command("check", tmp_path / "out", "--against", "tiny").code == 0
+
+
+def test_a_head_is_as_the_layers(tmp_path: Path) -> None:
+    for dtype, wanted in (("int8", contract.Blocks(8, 128)), ("int4", contract.Blocks(4, 64))):
+        assert set(contract.read_manifest(tiny(dtype)).quantised.values()) == {wanted}
+
+
 HELD_OUT = json.loads(Path(__file__).with_name("tiny").joinpath("held_out.json").read_text())
 
 
@@ -269,6 +284,8 @@ def test_wrong_wishes_are_refused_in_one_line(tmp_path: Path) -> None:
         (("--dtype", "int4", "--block-size", "48"), "only 16, 32, 64 and 128"),
         (("--dtype", "f16", "--block-size", "32"), "--block-size is for int8 and int4"),
         (("--dtype", "bf16", "--head-bits", "8"), "--head-bits is for int8 and int4"),
+        (("--dtype", "f32", "--head-block-size", "32"), "--head-block-size is for int8 and int4"),
+        (("--dtype", "int4", "--head-block-size", "48"), "48"),
         (("--dtype", "int4", "--head-bits", "3"), "only 4 and 8 are supported"),
         (("--dtype", "int2"), "choose one of f32, f16, bf16, int8, int4"),
         (("--dtype", "int8", "--link"), "drop --link"),
