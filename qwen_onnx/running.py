@@ -28,6 +28,9 @@ from qwen_onnx.showing import Screen, has_colors, introduce, report
 if TYPE_CHECKING:
     from qwen_onnx.hub import ModelSource
 
+_MEASURED_PANELS = (
+    16  # faster there than f32 for all processors (bench/README.md); of 8 rows nobody knows yet
+)
 CONTEXT_FULL = ("shift", "stop")
 """What happens in a chat when the context is full: the oldest turns go, or the turn is refused."""
 
@@ -212,8 +215,9 @@ def _export_folder(options: RunOptions) -> Path:
     source = resolve_model(options.model or DEFAULT_MODEL, revision=options.revision)
     provider, cache = _expected_provider(options.session.provider), cache_folder(options.cache_dir)
     dtype = options.dtype or _default_dtype(source, provider)
-    in_panels = [f"f32-cpu{rows}" for rows in (16, 8)] if (dtype, provider) == ("f32", "cpu") else []
-    for kind in (*in_panels, dtype):
+    in_panels = f"f32-cpu{_MEASURED_PANELS}"
+    kinds = (in_panels, dtype) if (dtype, provider) == ("f32", "cpu") else (dtype,)
+    for kind in kinds:
         path = cached_export_path(cache, source, kind)
         if (path / MANIFEST_FILE).exists() and suits_processor(path, read_manifest(path)):
             return path
@@ -222,12 +226,12 @@ def _export_folder(options: RunOptions) -> Path:
     from qwen_onnx.making import make_export
     from qwen_onnx.panel_sizes import possible_panels
 
-    # Faster than f32 for all processors (bench/README.md), and the cache is for this one.
-    rows = possible_panels(open_checkpoint(source.folder).config) if in_panels else None
-    path = cached_export_path(cache, source, f"f32-cpu{rows}" if rows else dtype)
+    config = open_checkpoint(source.folder).config
+    fits = in_panels in kinds and possible_panels(config) == _MEASURED_PANELS
+    path = cached_export_path(cache, source, in_panels if fits else dtype)
     print(f"exporting {source.model_id} as {dtype}, once, to {path}", file=sys.stderr)
     # For its whole context: --max-context is the runner's here.
-    make_export(source, path, dtype=dtype, layout="cpu" if rows else "plain")
+    make_export(source, path, dtype=dtype, layout="cpu" if fits else "plain")
     return path
 
 
