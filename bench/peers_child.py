@@ -133,10 +133,8 @@ def import_engine(engine: str) -> None:
     """Before the clock starts, and before memory is looked at."""
     if engine.startswith("ours"):
         import qwen_onnx.runners.runner  # noqa: F401
-        from qwen_onnx.memory import give_back_large_blocks
         from qwen_onnx.runners.session import import_onnxruntime
 
-        give_back_large_blocks()  # as the command does
         import_onnxruntime()
     elif engine == "llama_cpp":
         import llama_cpp  # noqa: F401

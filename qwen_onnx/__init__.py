@@ -66,7 +66,7 @@ def export(
         target: `onnxruntime`, or `portable`: one graph of old operators for any runtime, in f32 or f16; default the
             layout's.
         layout: who finds the files where they are: `plain`, `onnxruntime-genai`, `transformers.js`, `optimum` or
-            `triton`.
+            `triton`; or `cpu`, for processors like this one.
         split: of a portable export, `prefill.onnx` and `decode.onnx` too.
         link: hard-link the weights instead of copying them; only where no byte changes.
         force: replace an earlier export at `out`.

@@ -100,7 +100,7 @@ def export(
         str | None, typer.Option(help="onnxruntime, or portable: one graph for any runtime, f32 or f16.")
     ] = None,
     layout: Annotated[
-        str, typer.Option(help="plain, onnxruntime-genai, transformers.js, optimum or triton.")
+        str, typer.Option(help="plain, cpu, onnxruntime-genai, transformers.js, optimum or triton.")
     ] = "plain",
     split: Annotated[
         bool, typer.Option("--split", help="Portable: model.onnx as prefill.onnx too, and decode.onnx.")
@@ -319,13 +319,11 @@ def bench(
     """Measure an export here: TTFT, tokens/s, memory, and the share of the memory's bandwidth that it reaches."""
     from qwen_onnx.benchmark import as_json as to_json
     from qwen_onnx.benchmark import as_text, run_benchmark
-    from qwen_onnx.memory import give_back_large_blocks
     from qwen_onnx.runners.providers import verify_provider
     from qwen_onnx.runners.session import SessionOptions
 
     verify_provider(provider)
     options = SessionOptions(provider, threads=threads, prepack=prepack)
-    give_back_large_blocks()
     found = run_benchmark(
         export, options, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
     )

@@ -324,6 +324,8 @@ def _fault(manifest: Manifest) -> str | None:
             return f"{field} is {getattr(manifest, field)!r}"
     if manifest.panel_rows not in ((8, 16) if manifest.layout == "cpu" else (None,)):
         return f"panel_rows is {manifest.panel_rows} in layout {manifest.layout}"
+    if manifest.layout == "cpu" and manifest.dtype != "f32":
+        return f"layout cpu is in {manifest.dtype}"
     cache = set(past_names(manifest.num_hidden_layers))
     for graph in manifest.graphs:
         of_cache = [spec.shape for spec in graph.inputs if spec.name in cache]

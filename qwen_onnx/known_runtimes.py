@@ -42,6 +42,8 @@ def describe_runtimes(manifest: Manifest, graph: GraphSpec) -> list[str]:
         return ["runs in ONNX Runtime on CUDA; few runtimes multiply bf16 on a CPU, ONNX Runtime not"]
     known = runs_in(manifest, graph)
     lines = [f"runs in {', '.join(known)}"]
+    if manifest.panel_rows and graph.entry != "grow":
+        lines.append(f"only on processors for which probe.onnx finds panels of {manifest.panel_rows} rows")
     if refused := [name for name in RUNTIMES if name not in known]:
         lines.append(f"not in {', '.join(refused)}")
     if {*_FEEDERS} <= {*known}:

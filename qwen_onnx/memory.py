@@ -1,30 +1,10 @@
-"""How much memory this process took, and what it gives back."""
+"""How much memory this process took."""
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
 from pathlib import Path
-
-_M_MMAP_THRESHOLD = -3
-"""glibc's number for the size from which on a block is mapped by itself, and goes back when it is freed."""
-_MAPPED_FROM = 4 << 20  # above a step's logits, which would be new pages each time
-
-
-def give_back_large_blocks() -> None:
-    """Have glibc return freed blocks of 4 MB and more to the system, whatever was freed before.
-
-    Left alone, it raises that size to that of the first large block freed, up to 32 MB, and what a load freed stays:
-    20 MB of int4 at the 0.5B shape. It is a setting of the whole process: the command's, not the library's.
-    """
-    if sys.platform != "linux":
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # not glibc
-        return
-    mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
 
 
 def peak_memory() -> int | None:

@@ -14,7 +14,6 @@ from qwen_onnx.batch_files import BatchOptions, answer_file, verify_batch
 from qwen_onnx.contract import DTYPES, EXPORT_DTYPES, MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.line_reader import LineReader, as_typed, can_edit, read_plain
-from qwen_onnx.memory import give_back_large_blocks
 from qwen_onnx.repl import COMMANDS, Repl
 from qwen_onnx.runners.chat import Chat, Message
 from qwen_onnx.runners.generate import verify_options
@@ -175,7 +174,6 @@ def _open(options: RunOptions) -> Chat:
     held = read_manifest(folder).dtype
     if options.dtype not in (None, held):
         raise UserError(f"{folder}: holds {held}, --dtype {options.dtype} asked for")
-    give_back_large_blocks()
     chat = Chat(Runner(folder, options.session, max_context=options.max_context))
     if options.session.provider == "auto":
         print(f"provider: {chat.runner.provider}", file=sys.stderr)

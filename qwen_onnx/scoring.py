@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.memory import give_back_large_blocks
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.providers import verify_provider
 from qwen_onnx.runners.runner import Runner
@@ -35,7 +34,6 @@ def score_file(
     """
     verify_provider(options.provider)
     text = _read(file)
-    give_back_large_blocks()
     chat = Chat(Runner(folder, options, max_context=max_context, for_scores=True))
     if options.provider == "auto":
         print(f"provider: {chat.runner.provider}", file=sys.stderr)

@@ -9,26 +9,39 @@ import numpy as np
 
 from qwen_onnx.contract import PROBE_SIZE, PROBE_WEIGHT, PROBE_X, PROBE_Y, Manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.session import SessionOptions, open_session
+from qwen_onnx.runners.session import SessionOptions, failed, open_session
 from qwen_onnx.runners.verify import verify_graph
 
 
 def panel_rows(probe: Any) -> int | None:
-    """Rows of a panel, 16 or 8, of which a session of the probe graph gives the right product; None: of neither."""
+    """Rows of a panel, 16 or 8, of which a session of the probe graph gives the right product; None: of neither.
+
+    Raises:
+        UserError: it is the session of another graph.
+    """
     weight = np.arange(PROBE_SIZE**2, dtype=np.float32).reshape(PROBE_SIZE, PROBE_SIZE)
     x = np.arange(PROBE_SIZE, dtype=np.float32)
     for rows in (16, 8):
         panels = np.ascontiguousarray(weight.reshape(-1, rows, PROBE_SIZE).swapaxes(1, 2))
         feeds = {PROBE_X: x.reshape(1, -1, 1, 1), PROBE_WEIGHT: panels.reshape(*weight.shape, 1, 1)}
-        (y,) = probe.run([PROBE_Y], feeds)
+        try:
+            (y,) = probe.run([PROBE_Y], feeds)
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
+            raise failed("the probe of panels", error) from None
         if np.array_equal(y.ravel(), weight @ x):  # whole numbers below 2^24: exact in any order
             return rows
     return None
 
 
 def suits_processor(folder: Path, manifest: Manifest) -> bool:
-    """Whether the matrices of an export lie as this processor reads them; True of those in no panels."""
-    return manifest.panel_rows is None or _found(folder, manifest) == manifest.panel_rows
+    """Whether the matrices of an export lie as this processor reads them; True of those in no panels.
+
+    False for a probe that is damaged: what cannot be read suits nobody.
+    """
+    try:
+        return manifest.panel_rows is None or _found(folder, manifest) == manifest.panel_rows
+    except UserError:
+        return False
 
 
 def verify_panels(folder: Path, manifest: Manifest) -> None:

@@ -158,9 +158,10 @@ def open_session(
     settings.intra_op_num_threads = threads
     if provider == "cpu":
         settings.add_session_config_entry("session.prepack.enable_parallel", "1")
-        settings.enable_mem_pattern = (
-            False  # a block for each shape of input, kept: 10 MB more, and no faster
-        )
+        # A thread that spins as it waits for its session's next run keeps a core from another session's.
+        settings.add_session_config_entry("session.force_spinning_stop", "1")
+        # A pattern is a block for each shape of input, kept: 10 MB more, and no faster.
+        settings.enable_mem_pattern = False
     if in_place:
         settings.add_session_config_entry("session.disable_prepacking", "1")
     chosen = {

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from chats import tiny, write_chat_checkpoint
-from command import child, command
+from command import child
 
 from qwen_onnx import export
-from qwen_onnx.runners.runner import Runner
 
 if sys.platform != "linux":
     pytest.skip("limits of memory are another thing there", allow_module_level=True)
@@ -73,54 +70,3 @@ def test_enough_is_enough() -> None:
     with child("run", tiny(), "--provider", "cpu", "-p", "What is 3 plus 4?", program=program) as process:
         out, err = process.communicate(timeout=180)
     assert (process.returncode, out, err) == (0, b"3 plus 4 is 7.\n", b"")
-
-
-HOLE = """
-import ctypes, sys
-from qwen_onnx.memory import anonymous_memory, give_back_large_blocks
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-
-def block(size):
-    at = libc.malloc(size)
-    ctypes.memset(at, 1, size)
-    return at
-
-if {settled}:
-    give_back_large_blocks()
-libc.free(block(30 << 20))
-before = anonymous_memory()
-large, small = block(20 << 20), block(1000)
-assert anonymous_memory() - before > 15 << 20
-libc.free(large)
-print(anonymous_memory() - before)
-"""
-
-
-def test_large_blocks_go_back_to_the_system() -> None:
-    """The first large block that is freed makes glibc keep the later ones: holes that count as memory in use."""
-    if not hasattr(ctypes.CDLL(None), "mallopt"):
-        pytest.skip("not glibc")
-    kept, given_back = (
-        int(
-            subprocess.run(
-                [sys.executable, "-c", HOLE.format(settled=settled)], capture_output=True, check=True
-            ).stdout
-        )
-        for settled in (False, True)
-    )
-    assert kept > 15 << 20
-    assert given_back < 2 << 20
-
-
-@pytest.mark.parametrize("dtype", ["f32", "int4"])
-def test_a_command_settles_the_allocator_before_it_loads(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr("qwen_onnx.running.give_back_large_blocks", lambda: seen.append("settled"))
-    monkeypatch.setattr(
-        "qwen_onnx.running.Runner", lambda *given, **options: seen.append("loaded") or Runner(*given)
-    )
-    assert command("run", tiny(dtype), "-p", "Hi", "--max-new-tokens", 2).code == 0
-    assert seen == ["settled", "loaded"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,15 +292,38 @@ def test_an_export_of_another_processor_is_refused(in_this_order: Path, tmp_path
     """Wrong numbers, and nobody says so: the operator cannot know what order the matrix is in."""
     manifest = read_manifest(in_this_order)
     other = 24 - (manifest.panel_rows or 0)
-    folder = tmp_path / "moved"
-    folder.mkdir()
-    for path in in_this_order.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = shutil.copytree(in_this_order, tmp_path / "moved")
     write_manifest(folder, dataclasses.replace(manifest, panel_rows=other))
     line = refused(Runner, folder, ON_CPU, mentions=(folder, f"panels of {other} rows", "--layout cpu"))
     assert f"take panels of {manifest.panel_rows}" in line
     ran = command("run", folder, "--prompt-ids", "1,2")
     assert ran.error.endswith("without --layout cpu")
+
+
+def test_a_probe_that_is_another_graph_is_one_line(in_this_order: Path, tmp_path: Path) -> None:
+    """A traceback of ONNX Runtime's, for one word in a manifest."""
+    folder = shutil.copytree(in_this_order, tmp_path / "moved")
+    manifest = read_manifest(folder)
+    graphs = [
+        dataclasses.replace(graph, file="grow.onnx") if graph.entry == "probe" else graph
+        for graph in manifest.graphs
+    ]
+    write_manifest(folder, dataclasses.replace(manifest, graphs=tuple(graphs)))
+    refused(Runner, folder, ON_CPU, mentions=("probe",))
+
+
+def test_another_processors_damaged_export_is_none_for_this_one(in_this_order: Path, tmp_path: Path) -> None:
+    """A cache that machines share: nothing runs until somebody removes it."""
+    folder = shutil.copytree(in_this_order, tmp_path / "moved")
+    (folder / "probe.onnx").write_bytes(b"")
+    assert not panels.suits_processor(folder, read_manifest(folder))
+    assert panels.suits_processor(in_this_order, read_manifest(in_this_order))
+
+
+def test_panels_of_another_dtype_are_malformed(in_this_order: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(in_this_order, tmp_path / "moved")
+    write_manifest(folder, dataclasses.replace(read_manifest(folder), dtype="bf16"))
+    refused(read_manifest, folder, mentions=("layout cpu is in bf16",))
 
 
 def test_another_kind_of_machine_cannot_export_it(
@@ -459,3 +483,4 @@ def test_info_says_what_it_is_for(in_this_order: Path) -> None:
     ran = command("info", in_this_order)
     rows = read_manifest(in_this_order).panel_rows
     assert f"laid out for cpu, panels of {rows} rows" in ran.out
+    assert ran.out.count(f"only on processors for which probe.onnx finds panels of {rows} rows") == 5

@@ -31,6 +31,25 @@ def runner(exported: Export) -> Runner:
     return Runner(exported("qwen2").folder, ON_CPU)
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int4"])
+def test_no_session_keeps_cores_or_blocks_from_another(
+    dtype: str, exported: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and single tokens have sessions of their own: a prompt after an answer took a tenth longer."""
+    opened: list[onnxruntime.SessionOptions] = []
+    real = onnxruntime.InferenceSession
+
+    def session(path: str, options: onnxruntime.SessionOptions, **given: Any) -> Any:
+        opened.append(options)
+        return real(path, options, **given)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    Runner(exported("qwen2", dtype).folder, ON_CPU)
+    assert len(opened) > 1
+    assert {options.get_session_config_entry("session.force_spinning_stop") for options in opened} == {"1"}
+    assert {options.enable_mem_pattern for options in opened} == {False}
+
+
 # Against the reference, and against plain runs.
 
 
