@@ -26,6 +26,10 @@ class OutOfMemoryError(UserError):
     """There is no memory for it now; nothing else is wrong with what was asked."""
 
 
+class ExportRunningError(UserError):
+    """Another process is making the same export; it will be there, or can be made, when that one has ended."""
+
+
 def printable(text: str) -> str:
     """A text from anywhere as one line, of 1,500 characters at most, that is no command to a terminal."""
     if len(text) > _LONGEST:

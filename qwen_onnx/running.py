@@ -6,13 +6,14 @@ import dataclasses
 import json
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from qwen_onnx.answer import answer, bounded, verify_for_template
 from qwen_onnx.batch_files import BatchOptions, answer_file, verify_batch
 from qwen_onnx.contract import DTYPES, EXPORT_DTYPES, MANIFEST_FILE, read_manifest
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import ExportRunningError, UserError
 from qwen_onnx.line_reader import LineReader, as_typed, can_edit, read_plain
 from qwen_onnx.repl import COMMANDS, Repl
 from qwen_onnx.runners.chat import Chat, Message
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _MEASURED_PANELS = (
     16  # faster there than f32 for all processors (bench/README.md); of 8 rows nobody knows yet
 )
+_LOOK_AGAIN = 0.2  # seconds
 CONTEXT_FULL = ("shift", "stop")
 """What happens in a chat when the context is full: the oldest turns go, or the turn is refused."""
 
@@ -221,16 +223,37 @@ def _export_folder(options: RunOptions) -> Path:
             return path
 
     from qwen_onnx.checkpoint import open_checkpoint
-    from qwen_onnx.making import make_export
     from qwen_onnx.panel_sizes import possible_panels
 
-    config = open_checkpoint(source.folder).config
-    fits = in_panels in kinds and possible_panels(config) == _MEASURED_PANELS
-    path = cached_export_path(cache, source, in_panels if fits else dtype)
+    path, layout = cached_export_path(cache, source, dtype), "plain"
+    if in_panels in kinds and possible_panels(open_checkpoint(source.folder).config) == _MEASURED_PANELS:
+        found = cached_export_path(cache, source, in_panels)
+        if not (found / MANIFEST_FILE).exists():  # or it is damaged: a plain one does as well
+            path, layout = found, "cpu"
     print(f"exporting {source.model_id} as {dtype}, once, to {path}", file=sys.stderr)
-    # For its whole context: --max-context is the runner's here.
-    make_export(source, path, dtype=dtype, layout="cpu" if fits else "plain")
+    _make_once(source, path, dtype, layout)
     return path
+
+
+def _make_once(source: ModelSource, path: Path, dtype: str, layout: str) -> None:
+    """Make the export, or wait for the process that is making it."""
+    from qwen_onnx.making import make_export
+
+    waiting = False
+    while True:
+        try:
+            # For its whole context: --max-context is the runner's here.
+            make_export(source, path, dtype=dtype, layout=layout)
+            return
+        except UserError as error:
+            if (path / MANIFEST_FILE).exists():  # published meanwhile
+                return
+            if not isinstance(error, ExportRunningError):
+                raise
+        if not waiting:
+            print("another process is exporting it: waiting", file=sys.stderr)
+        waiting = True
+        time.sleep(_LOOK_AGAIN)
 
 
 def _expected_provider(asked: str) -> str:

@@ -12,6 +12,9 @@ import pytest
 from chats import endless, tiny
 from command import child, command
 
+from qwen_onnx import making, running
+from qwen_onnx.errors import ExportRunningError
+
 LONG = ("--ignore-eos", "--max-new-tokens", 100_000, "--provider", "cpu")
 PATIENCE = 120  # seconds: of a slow machine, not of the program
 
@@ -40,6 +43,45 @@ def test_the_installed_command_answers() -> None:
     """An entry point that names nothing; an answer that waits for a line end."""
     with child("run", tiny(), "-p", "What is 3 plus 4?", "--provider", "cpu") as process:
         assert finish(process) == (0, "3 plus 4 is 7.\n", "")
+
+
+def test_first_runs_at_once_share_one_export(tmp_path: Path) -> None:
+    """All but one end with an error, or each makes an export of its own."""
+    arguments = (
+        "run",
+        "tiny",
+        "-p",
+        "What is 3 plus 4?",
+        "--provider",
+        "cpu",
+        "--cache-dir",
+        tmp_path / "cache",
+    )
+    with child(*arguments) as first, child(*arguments) as second:
+        for process in (first, second):
+            code, out, err = finish(process)
+            assert (code, out) == (0, "3 plus 4 is 7.\n"), err
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_first_run_waits_for_the_export_that_another_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that gives up, or that waits for ever for a process that was killed."""
+    made: list[Path] = []
+    real = making.make_export
+
+    def busy_twice(source: object, path: Path, **options: object) -> object:
+        made.append(path)
+        if len(made) < 3:
+            raise ExportRunningError(f"{path}: another export to it is running")
+        return real(source, path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(making, "make_export", busy_twice)
+    monkeypatch.setattr(running, "_LOOK_AGAIN", 0)
+    ran = command("run", "tiny", "-p", "What is 3 plus 4?", "--provider", "cpu", "--cache-dir", tmp_path)
+    assert (ran.code, ran.out, len(made)) == (0, "3 plus 4 is 7.\n", 3)
+    assert ran.err.count("another process is exporting it: waiting") == 1
 
 
 def test_a_piped_prompt_and_a_closed_stdin() -> None:

@@ -407,6 +407,19 @@ def test_run_leaves_another_processors_export_alone(
     assert (ran.code, cached(tmp_path / "cache")) == (0, ["f32", "f32-cpu16"])
 
 
+def test_run_goes_on_beside_a_damaged_export(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that only who knows the cache can get out of."""
+    probe_finds(monkeypatch, 16)
+    run = ("run", checkpoint, "--prompt-ids", "1,2", "--max-new-tokens", 3, "--cache-dir", tmp_path / "cache")
+    assert command(*run, "--provider", "cpu").code == 0
+    (made,) = (tmp_path / "cache").iterdir()
+    (made / "probe.onnx").write_bytes(b"")
+    ran = command(*run, "--provider", "cpu")
+    assert (ran.code, cached(tmp_path / "cache")) == (0, ["f32", "f32-cpu16"])
+
+
 def test_run_makes_a_plain_export_where_panels_do_not_fit(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", QWEN2 | {"intermediate_size": 100})
     ran = command(
