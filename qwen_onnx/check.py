@@ -41,7 +41,7 @@ from qwen_onnx.runners.session import OPTIMIZATION_LEVELS, SessionOptions
 from qwen_onnx.runners.stop_ids import stop_ids
 from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
 from qwen_onnx.safetensors_file import StoredTensor, read_header, same_bytes
-from qwen_onnx.weights import PIECE, OutputTensor, converted, in_panels, quantised, rotary_tensors
+from qwen_onnx.weights import PIECE, OutputTensor, rotary_tensors, stored_as
 
 P = ParamSpec("P")
 
@@ -231,10 +231,7 @@ def _foreign_weights(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -
     own: list[OutputTensor] = []
     for name, tensor in checkpoint.tensors.items():
         blocks = manifest.quantised.get(name)
-        if manifest.panel_rows and len(tensor.shape) == 2:
-            own.append(in_panels(tensor, manifest.panel_rows))
-        else:
-            own += quantised(tensor, blocks) if blocks else [converted(tensor, dtype)]
+        own += stored_as(tensor, dtype, blocks=blocks, panel_rows=manifest.panel_rows)
     for wanted in [*own, *made]:
         found = stored.get(wanted.name)
         if found is None or (found.dtype, found.shape) != (wanted.dtype, wanted.shape):

@@ -29,10 +29,9 @@ from qwen_onnx.weights import (
     blocks_of,
     converted,
     in_files,
-    in_panels,
     places_in,
-    quantised,
     rotary_tensors,
+    stored_as,
     stored_parameters,
     write_safetensors,
 )
@@ -78,11 +77,8 @@ class Writer:
         stored = DTYPES.get(self.dtype, "F32")
         tensors: list[OutputTensor] = []
         for name, tensor in self.checkpoint.tensors.items():
-            own = self.quantised.get(name)
-            if self.panel_rows and len(tensor.shape) == 2:
-                tensors.append(in_panels(tensor, self.panel_rows))
-            else:
-                tensors += quantised(tensor, own) if own else [converted(tensor, stored)]
+            blocks = self.quantised.get(name)
+            tensors += stored_as(tensor, stored, blocks=blocks, panel_rows=self.panel_rows)
         cut = in_files(arrange([*tensors, *self._rotary]), self.layout.largest_file)
         parts = {self.layout.weights_file(self.dtype, index): part for index, part in enumerate(cut)}
         for name, part in parts.items():

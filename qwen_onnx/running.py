@@ -28,9 +28,7 @@ from qwen_onnx.showing import Screen, has_colors, introduce, report
 if TYPE_CHECKING:
     from qwen_onnx.hub import ModelSource
 
-_MEASURED_PANELS = (
-    16  # faster there than f32 for all processors (bench/README.md); of 8 rows nobody knows yet
-)
+_MEASURED_PANELS = 16  # rows; --layout cpu is the faster one there (bench/README.md), of 8 rows nobody knows
 _LOOK_AGAIN = 0.2  # seconds
 CONTEXT_FULL = ("shift", "stop")
 """What happens in a chat when the context is full: the oldest turns go, or the turn is refused."""

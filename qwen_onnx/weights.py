@@ -53,6 +53,17 @@ class OutputTensor:
         return math.prod(self.shape) * (1 if self.dtype == "U8" else FLOAT_DTYPES[self.dtype].itemsize)
 
 
+def stored_as(
+    tensor: StoredTensor, dtype: str, *, blocks: Blocks | None, panel_rows: int | None
+) -> list[OutputTensor]:
+    """What an export has of a checkpoint's tensor: in blocks, a matrix in panels, or in `dtype`, as F32."""
+    if blocks is not None:
+        return quantised(tensor, blocks)
+    if panel_rows is not None and len(tensor.shape) == 2:
+        return [in_panels(tensor, panel_rows)]
+    return [converted(tensor, dtype)]
+
+
 def converted(tensor: StoredTensor, dtype: str) -> OutputTensor:
     """A checkpoint's tensor in another float type; where the types are equal, its bytes untouched."""
     if tensor.dtype == dtype:
