@@ -38,11 +38,8 @@ lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Against a built wheel in a folder of its own, since the layout on disk is not the layout that is imported.
 types: $(VENV)/installed-lint
-	rm -rf build $(VENV)/wheel && $(BIN)/python -m pip wheel -q --no-deps -w $(VENV)/wheel .
-	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/wheel/unpacked $(VENV)/wheel/*.whl
-	cd $(VENV)/wheel && MYPYPATH=unpacked ../bin/mypy --config-file ../../pyproject.toml --python-executable ../bin/python -p qwen_onnx
+	$(BIN)/mypy -p qwen_onnx
 
 # What a user gets: a plain install, used from elsewhere; and on it the tests of what a wheel or the newest ONNX
 # Runtime could change (its CPU wheel has no CUDA provider to run over stand-ins).
