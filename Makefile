@@ -43,8 +43,8 @@ types: $(VENV)/installed-lint
 
 # What a user gets: a plain install, used from elsewhere; and on it the tests of what a wheel or the newest ONNX
 # Runtime could change (its CPU wheel has no CUDA provider to run over stand-ins).
-OF_WHEEL := api batch cli cli_exports generate growing_steps imports info kv_cache layouts portable_graphs quantised_exports \
-	runner sampled_chat saved_session score speculate tiny
+OF_WHEEL := package/test_api.py package/test_imports.py package/test_tiny.py cli/test_cli.py cli/test_cli_exports.py \
+	checks/test_info.py exports/test_layouts.py exports/test_quantised_exports.py graphs/test_portable_graphs.py runners
 wheel:
 	rm -rf build $(VENV)/user && $(PYTHON) -m venv $(VENV)/user
 	$(VENV)/user/bin/python -m pip install -q .
@@ -53,7 +53,7 @@ wheel:
 	$(VENV)/user/bin/python -m pip install -q --upgrade onnxruntime pytest pytest-xdist hypothesis
 	cd $(VENV) && user/bin/python -c "import onnxruntime; print('ONNX Runtime', onnxruntime.__version__)"
 	cd $(VENV) && user/bin/python -m pytest -q -n auto -c ../pyproject.toml --rootdir .. \
-		$(OF_WHEEL:%=../tests/test_%.py) \
+		$(patsubst %,../tests/%,$(OF_WHEEL)) \
 		-m "not transformers and not slow and not huge and not runtimes and not fuzz and not soak and not gpu_wheel"
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.

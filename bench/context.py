@@ -15,10 +15,10 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from qwen_onnx.benchmark import describe_machine, read_bandwidth, step_bytes
-from qwen_onnx.runners.cores import physical_cores
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import SessionOptions
+from qwen_onnx.checks.benchmark import describe_machine, read_bandwidth, step_bytes
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.machine import physical_cores
+from qwen_onnx.runners.runtime.session import SessionOptions
 
 CONTEXTS = (16, 256, 1024, 2048, 4096, 8192, 12_288, 16_384)
 ROUNDS, STEPS = 5, 6

@@ -27,8 +27,8 @@ from typing import Any
 from gpu_subject import DTYPES, MODES, Job, Setting, fault
 from gpu_table import markdown
 
-from qwen_onnx.runners.driver import driver, gpus
-from qwen_onnx.runners.session import installed_distributions
+from qwen_onnx.runners.runtime.nvidia.driver import driver, gpus
+from qwen_onnx.runners.runtime.session import installed_distributions
 
 _LEAST_S = {"exports": 30.0, "peers, batch 1": 30.0, "peers, batch 8": 30.0}
 """A part that has less time left is not begun; 8 s where nothing is said, and no time at all for a toy."""

@@ -9,8 +9,8 @@ import time
 from types import TracebackType
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.providers import missing_library
-from qwen_onnx.runners.session import import_onnxruntime
+from qwen_onnx.runners.runtime.providers import missing_library
+from qwen_onnx.runners.runtime.session import import_onnxruntime
 
 _DEVICE_TO_DEVICE = 3
 _COPIES = 20

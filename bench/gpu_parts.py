@@ -34,9 +34,9 @@ from gpu_subject import (
 from gpu_trace import breakdown, onnxruntime_profile, profiled_sessions, session_of
 
 from qwen_onnx import export
-from qwen_onnx.contract import read_manifest
-from qwen_onnx.runners.session import SessionOptions, open_session
-from qwen_onnx.tolerances import OF_TYPE, logit_bound
+from qwen_onnx.checks.tolerances import OF_TYPE, logit_bound
+from qwen_onnx.manifest import read_manifest
+from qwen_onnx.runners.runtime.session import SessionOptions, open_session
 
 _PROFILED_STEPS = 4
 _COMPUTED = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}

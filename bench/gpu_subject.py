@@ -13,8 +13,8 @@ import numpy as np
 from checkpoint import QWEN_05B, TOY, Shape, cache_bytes_each, parameter_count
 from numpy.typing import NDArray
 
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import SessionOptions, first_line
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.session import SessionOptions, first_line
 
 Ids = NDArray[np.int64]
 Report = Callable[[dict[str, Any]], None]

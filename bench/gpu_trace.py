@@ -17,7 +17,7 @@ import onnxruntime
 from gpu_device import device
 from gpu_subject import MODES, Ids, Job, Ours, Report, Setting, fault
 
-from qwen_onnx.runners.fixed_steps import BoundStep, FixedSteps
+from qwen_onnx.runners.model.fixed_shape import BoundStep, FixedSteps
 
 _SHOWN = 15
 _TRACED_STEPS = 4

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from checkpoint import QWEN_05B, parameter_count, write_checkpoint
 
 from qwen_onnx import export
-from qwen_onnx.benchmark import describe_machine, read_bandwidth
-from qwen_onnx.runners.cores import physical_cores
+from qwen_onnx.checks.benchmark import describe_machine, read_bandwidth
+from qwen_onnx.runners.runtime.machine import physical_cores
 
 HERE = Path(__file__).parent
 TINY = HERE.parent / "qwen_onnx" / "tiny"

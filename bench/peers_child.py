@@ -33,8 +33,8 @@ class Subject(NamedTuple):
 
 
 def ours(model: str, threads: int, **options: Any) -> Subject:
-    from qwen_onnx.runners.runner import Runner
-    from qwen_onnx.runners.session import SessionOptions
+    from qwen_onnx.runners.model.runner import Runner
+    from qwen_onnx.runners.runtime.session import SessionOptions
 
     runner = Runner(Path(model), SessionOptions("cpu", threads=threads, **options))
     cache, state = runner.new_cache(), {"next": 0}
@@ -132,8 +132,8 @@ def anonymous() -> int:
 def import_engine(engine: str) -> None:
     """Before the clock starts, and before memory is looked at."""
     if engine.startswith("ours"):
-        import qwen_onnx.runners.runner  # noqa: F401
-        from qwen_onnx.runners.session import import_onnxruntime
+        import qwen_onnx.runners.model.runner  # noqa: F401
+        from qwen_onnx.runners.runtime.session import import_onnxruntime
 
         import_onnxruntime()
     elif engine == "llama_cpp":

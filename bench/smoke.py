@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 from qwen_onnx import SamplingOptions, export, load
-from qwen_onnx.check import check_export
-from qwen_onnx.exporter import ExportSummary
-from qwen_onnx.hub import DEFAULT_MODEL
+from qwen_onnx.checkpoints.hub import DEFAULT_MODEL
+from qwen_onnx.checks.check import check_export
+from qwen_onnx.exports.exporter import ExportSummary
 
 EXPECTED = {
     "architecture": "Qwen2ForCausalLM",

@@ -12,7 +12,7 @@ import onnx_ir.passes.common as common_passes
 from onnxscript import GraphBuilder
 
 from qwen_onnx import contract
-from qwen_onnx.config import QwenConfig
+from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.graphs import contrib_ops, nchwc_ops
 from qwen_onnx.graphs.lowering import Lowering
 from qwen_onnx.graphs.model import QwenForCausalLM

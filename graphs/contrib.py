@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder, nn
 
-from qwen_onnx.config import QwenConfig
+from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.contract import BATCH, CAPACITY, KEPT, SEQLENS_K, TOTAL_SEQUENCE_LENGTH
 from qwen_onnx.graphs.attention import Attention
 from qwen_onnx.graphs.contrib_ops import (

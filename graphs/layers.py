@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
-from qwen_onnx.config import QwenConfig
+from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.graphs.state import Precision
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
-from qwen_onnx.config import QwenConfig
+from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.graphs.attention import Attention
 from qwen_onnx.graphs.layers import MLP, Embedding, Linear, RMSNorm
 from qwen_onnx.graphs.rotary import RotaryTables

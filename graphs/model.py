@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
-from qwen_onnx.config import QwenConfig
+from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.contract import BATCH, TOKENS
 from qwen_onnx.graphs.layers import as_type, named, size_of
 from qwen_onnx.graphs.lowering import Lowering

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
-from qwen_onnx.config import QwenConfig
+from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.graphs import nchwc_ops
 from qwen_onnx.graphs.contrib import FusedRMSNorm
 from qwen_onnx.graphs.grouped import GroupedAttention, GroupedLowering

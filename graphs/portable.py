@@ -13,7 +13,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
-from qwen_onnx.config import QwenConfig
+from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.contract import ATTENTION_MASK, BATCH, PAST, PAST_AND_NEW, POSITION_IDS, SEQUENCE
 from qwen_onnx.graphs.attention import Attention
 from qwen_onnx.graphs.layers import Linear, RMSNorm, as_type

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript import nn
 
-from qwen_onnx.config import QwenConfig, RopeScaling
+from qwen_onnx.checkpoints.config import QwenConfig, RopeScaling
 
 
 class RotaryTables(nn.Module):

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
 from qwen_onnx import contract
-from qwen_onnx.config import QwenConfig
+from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.contract import (
     ATTENTION_MASK,
     BATCH,

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 from qwen_onnx.errors import NonFiniteLogitsError, UserError
 
 if TYPE_CHECKING:
-    from qwen_onnx.exporter import ExportSummary
+    from qwen_onnx.exports.exporter import ExportSummary
     from qwen_onnx.runners.chat import Chat
-    from qwen_onnx.runners.generation_options import GenerationRequest
-    from qwen_onnx.runners.sampling_options import SamplingOptions
+    from qwen_onnx.runners.sampling.params import SamplingOptions
+    from qwen_onnx.runners.sampling.request import GenerationRequest
 
 __all__ = ["GenerationRequest", "NonFiniteLogitsError", "SamplingOptions", "UserError", "export", "load"]
 
 
 def __getattr__(name: str) -> object:
     if name == "SamplingOptions":  # here, so that importing the package loads no runner
-        from qwen_onnx.runners.sampling_options import SamplingOptions
+        from qwen_onnx.runners.sampling.params import SamplingOptions
 
         return SamplingOptions
     if name == "GenerationRequest":
-        from qwen_onnx.runners.generation_options import GenerationRequest
+        from qwen_onnx.runners.sampling.request import GenerationRequest
 
         return GenerationRequest
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -74,7 +74,7 @@ def export(
     Raises:
         UserError: anything wrong with the model or the output, in one line; `out` is then as it was.
     """
-    from qwen_onnx.exporter import export_model  # here, because it imports onnxscript
+    from qwen_onnx.exports.exporter import export_model  # here, because it imports onnxscript
 
     return export_model(
         str(model),
@@ -124,8 +124,8 @@ def load(
         UserError: not an export, damaged, or the provider does not start; in one line.
     """
     from qwen_onnx.runners.chat import Chat  # here, because it imports onnxruntime
-    from qwen_onnx.runners.runner import Runner
-    from qwen_onnx.runners.session import SessionOptions
+    from qwen_onnx.runners.model.runner import Runner
+    from qwen_onnx.runners.runtime.session import SessionOptions
 
     options = SessionOptions(
         provider,
@@ -139,7 +139,7 @@ def load(
     )
     chat = Chat(Runner(Path(path), options, max_context=max_context))
     if chat.runner.engine is not None and not chat.runner.engine.checked:
-        from qwen_onnx.engines import verify_engine  # here, because it imports what makes exports
+        from qwen_onnx.checks.engines import verify_engine  # here, because it imports what makes exports
 
         verify_engine(chat)
     return chat

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.answer_tokens import AnswerTokens, Token
 from qwen_onnx.runners.generate import AnswerIds
-from qwen_onnx.runners.runner import Runner
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.stream import AnswerTokens, Token
 
 
 class Row:

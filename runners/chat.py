@@ -10,24 +10,24 @@ from pathlib import Path
 import numpy as np
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.answer_tokens import AnswerTokens
-from qwen_onnx.runners.answer_tokens import Token as Token
 from qwen_onnx.runners.batch import Row, generate_rows, verify_batches
-from qwen_onnx.runners.constraint import as_constraint
 from qwen_onnx.runners.generate import AnswerIds, FinishReason, generate_ids, verify_prompt
-from qwen_onnx.runners.generation_defaults import read_defaults
-from qwen_onnx.runners.generation_options import GenerationOptions, GenerationRequest
-from qwen_onnx.runners.grammar import Grammars
-from qwen_onnx.runners.prompts import Message as Message
-from qwen_onnx.runners.prompts import Prompt as Prompt
-from qwen_onnx.runners.prompts import PromptEncoder, Tools
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.sampling_options import SamplingOptions, in_force
-from qwen_onnx.runners.saved_session import load_session, save_session
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.sampling.constraint import as_constraint
+from qwen_onnx.runners.sampling.generation_config import read_defaults
+from qwen_onnx.runners.sampling.grammar import Grammars
+from qwen_onnx.runners.sampling.params import SamplingOptions, in_force
+from qwen_onnx.runners.sampling.request import GenerationOptions, GenerationRequest
 from qwen_onnx.runners.score import Score, score_ids
-from qwen_onnx.runners.stop_strings import verified_stop
-from qwen_onnx.runners.tokenizer import TOKENIZER_FILE, Tokenizer
-from qwen_onnx.runners.vocabulary import Vocabulary
+from qwen_onnx.runners.session_file import load_session, save_session
+from qwen_onnx.runners.stream import AnswerTokens
+from qwen_onnx.runners.stream import Token as Token
+from qwen_onnx.runners.text.prompts import Message as Message
+from qwen_onnx.runners.text.prompts import Prompt as Prompt
+from qwen_onnx.runners.text.prompts import PromptEncoder, Tools
+from qwen_onnx.runners.text.stop_strings import verified_stop
+from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from qwen_onnx.runners.text.vocabulary import Vocabulary
 
 
 class Chat:

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.chooser import Chooser
-from qwen_onnx.runners.generation_options import GenerationOptions
-from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.sampling import greedy, log_normaliser, top
+from qwen_onnx.runners.model.kv_cache import KVCache
+from qwen_onnx.runners.sampling.logits import greedy, log_normaliser, top
+from qwen_onnx.runners.sampling.request import GenerationOptions
+from qwen_onnx.runners.sampling.sampler import Chooser
 from qwen_onnx.runners.speculate import PromptLookup, is_near
-from qwen_onnx.runners.vocabulary import Vocabulary
+from qwen_onnx.runners.text.vocabulary import Vocabulary
 
 
 class FinishReason(enum.StrEnum):

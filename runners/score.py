@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.sampling import log_normaliser
-from qwen_onnx.runners.vocabulary import Vocabulary
+from qwen_onnx.runners.model.kv_cache import KVCache
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.sampling.logits import log_normaliser
+from qwen_onnx.runners.text.vocabulary import Vocabulary
 
 LOGIT_BYTES = 64 << 20
 """Most bytes of logits at a time."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import hypothesis
 import pytest
-from exports import Exported, export_random
+
+from support.exports import Exported, export_random
 
 
 def pytest_configure() -> None:

@@ -10,22 +10,23 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import test_cuda_kernels
-from chats import endless
-from checkpoints import QWEN3_HEAD_DIM_48, write_checkpoint
-from command import command
-from cuda_graphs_on_cpu import GREEDY_ON_CPU, addresses
-from cuda_graphs_on_cpu import on_cpu as on_cpu
-from cuda_graphs_on_cpu import opened as opened_for_cuda
-from exports import IDS, ON_CPU, DirectCache, Exported, LeftPadded, decode_all
-from field_runs import exported_as, follow, greedy, opened
 from onnx import TensorProto
-from test_cuda_kernels import lacking, types_of
-from tolerances import EXACT, F32, F32_ORDER, assert_close
 
 from qwen_onnx import UserError, contract
-from qwen_onnx.runners import kv_cache
-from qwen_onnx.runners.runner import Runner
+from qwen_onnx.manifest import read_manifest
+from qwen_onnx.runners.model import kv_cache
+from qwen_onnx.runners.model.runner import Runner
+from support.chats import endless
+from support.checkpoints import QWEN3_HEAD_DIM_48, write_checkpoint
+from support.command import command
+from support.cuda import kernels
+from support.cuda.graphs_on_cpu import GREEDY_ON_CPU, addresses
+from support.cuda.graphs_on_cpu import on_cpu as on_cpu
+from support.cuda.graphs_on_cpu import opened as opened_for_cuda
+from support.cuda.kernels import lacking, types_of
+from support.exports import IDS, ON_CPU, DirectCache, Exported, LeftPadded, decode_all
+from support.field_runs import exported_as, follow, greedy, opened
+from support.tolerances import EXACT, F32, F32_ORDER, assert_close
 
 Export = Callable[..., Exported]
 
@@ -169,10 +170,10 @@ def test_f5_nothing_of_a_decode_step_is_on_the_host(
     folder = exported(name, "f32" if dtype == "int4" else dtype).folder
     if dtype == "int4":
         folder = exported_as(exported(name).checkpoint, tmp_path / "out", dtype=dtype)
-    manifest = contract.read_manifest(folder)
+    manifest = read_manifest(folder)
     spec = manifest.graph("decode", "cuda")
     model = onnx.load(folder / spec.file, load_external_data=False)
-    monkeypatch.setattr(test_cuda_kernels, "NAMES", {**test_cuda_kernels.NAMES, TensorProto.UINT8: "uint8"})
+    monkeypatch.setattr(kernels, "NAMES", {**kernels.NAMES, TensorProto.UINT8: "uint8"})
     assert lacking(model, types_of(model)) == set()
     assert not {node.op_type for node in model.graph.node} & {"ArgMax", "NonZero", "If", "Loop", "Size"}
     on_host = {tensor.name for tensor in model.graph.initializer if not tensor.external_data}

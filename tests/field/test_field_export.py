@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import write_chat_checkpoint
-from checkpoints import QWEN2_14_2, QWEN3, QWEN3_BIAS, write_checkpoint
-from command import child, command
-from damage import forge, perturbed, poke
-from exports import IDS, ON_CPU, Exported
-from field_runs import exported_as, follow, graphs
 
-from qwen_onnx.contract import read_manifest
+from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.graphs.build import verify
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.safetensors_file import read_header
+from qwen_onnx.manifest import read_manifest
+from qwen_onnx.runners.model.runner import Runner
+from support.chats import write_chat_checkpoint
+from support.checkpoints import QWEN2_14_2, QWEN3, QWEN3_BIAS, write_checkpoint
+from support.command import child, command
+from support.damage import forge, perturbed, poke
+from support.exports import IDS, ON_CPU, Exported
+from support.field_runs import exported_as, follow, graphs
 
 Export = Callable[..., Exported]
 

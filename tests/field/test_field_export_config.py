@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoints import QWEN2, QWEN3, QWEN3_BIAS, random_tensors, write_checkpoint
-from command import command
-from exports import IDS, ON_CPU, Exported
-from field_runs import exported_as
-from tolerances import F32, assert_close
 
-from qwen_onnx.contract import read_manifest
+from qwen_onnx.checkpoints.safetensors_file import read_header
+from qwen_onnx.manifest import read_manifest
 from qwen_onnx.reference import reference_logits
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.safetensors_file import read_header
+from qwen_onnx.runners.model.runner import Runner
+from support.checkpoints import QWEN2, QWEN3, QWEN3_BIAS, random_tensors, write_checkpoint
+from support.command import command
+from support.exports import IDS, ON_CPU, Exported
+from support.field_runs import exported_as
+from support.tolerances import F32, assert_close
 
 
 @pytest.mark.parametrize(

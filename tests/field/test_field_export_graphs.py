@@ -8,20 +8,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import foreign_loop
 import numpy as np
 import onnx
 import pytest
-from chats import write_chat_checkpoint
-from checkpoints import QWEN3, QWEN3_BIAS, QWEN3_HEAD_DIM_48, write_checkpoint
-from command import command
-from exports import IDS, ON_CPU, Exported, export_random
-from field_runs import constants, element_types, exported_as, follow, graphs, greedy, opened
-from tolerances import F32, assert_close
 
-from qwen_onnx.contract import read_manifest
-from qwen_onnx.runners import kv_cache
-from qwen_onnx.runners.runner import Runner
+from qwen_onnx.manifest import read_manifest
+from qwen_onnx.runners.model import kv_cache
+from qwen_onnx.runners.model.runner import Runner
+from support import foreign_loop
+from support.chats import write_chat_checkpoint
+from support.checkpoints import QWEN3, QWEN3_BIAS, QWEN3_HEAD_DIM_48, write_checkpoint
+from support.command import command
+from support.exports import IDS, ON_CPU, Exported, export_random
+from support.field_runs import constants, element_types, exported_as, follow, graphs, greedy, opened
+from support.tolerances import F32, assert_close
 
 Export = Callable[..., Exported]
 EVERY_DTYPE: list[dict[str, Any]] = [

@@ -11,14 +11,16 @@ from typing import Any
 
 import onnxruntime
 import pytest
-from chats import copy_export, endless
-from command import command
-from field_runs import graphs, opened
 from packaging.requirements import Requirement
 
 from qwen_onnx import UserError
-from qwen_onnx.contract import past_names, read_manifest
-from qwen_onnx.runners import providers, session, tensorrt
+from qwen_onnx.contract import past_names
+from qwen_onnx.manifest import read_manifest
+from qwen_onnx.runners.runtime import providers, session
+from qwen_onnx.runners.runtime.nvidia import tensorrt
+from support.chats import copy_export, endless
+from support.command import command
+from support.field_runs import graphs, opened
 
 ASK = ("-p", "Hi", "--max-new-tokens", 2)
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from chats import endless
-from checkpoints import QWEN2, QWEN3, write_checkpoint
-from command import command
-from exports import IDS, ON_CPU
-from field_runs import exported_as, graphs, opened
-from tolerances import F32_ORDER, assert_close
 
 from qwen_onnx.memory import anonymous_memory
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import SessionOptions, provider_options
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.session import SessionOptions, provider_options
+from support.chats import endless
+from support.checkpoints import QWEN2, QWEN3, write_checkpoint
+from support.command import command
+from support.exports import IDS, ON_CPU
+from support.field_runs import exported_as, graphs, opened
+from support.tolerances import F32_ORDER, assert_close
 
 MB = 10**6
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_export_memory
-from chats import copy_export, tiny
-from checkpoints import QWEN2, QWEN3, RawConfig, random_tensors, write_checkpoint
-from command import command
-from exports import ON_CPU
-from field_runs import exported_as, graphs
-from test_export_memory import write_zeros
 
-from qwen_onnx import export_writer
-from qwen_onnx.contract import FileSpec, read_manifest
+from qwen_onnx.checkpoints.safetensors_file import read_header
+from qwen_onnx.exports import writer as export_writer
 from qwen_onnx.graphs.build import verify
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.safetensors_file import read_header
+from qwen_onnx.manifest import FileSpec, read_manifest
+from qwen_onnx.runners.model.runner import Runner
+from support import sparse
+from support.chats import copy_export, tiny
+from support.checkpoints import QWEN2, QWEN3, RawConfig, random_tensors, write_checkpoint
+from support.command import command
+from support.exports import ON_CPU
+from support.field_runs import exported_as, graphs
+from support.sparse import write_zeros
 
 MB = 10**6
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -66,7 +66,7 @@ def test_c1_a_tensor_of_two_gigabytes_is_no_limit(tmp_path: Path, monkeypatch: p
 
 
 def peak_of_export(model: Path, out: Path, dtype: str) -> int:
-    command_line = [sys.executable, "-c", test_export_memory.CHILD, str(model), str(out), dtype]
+    command_line = [sys.executable, "-c", sparse.CHILD, str(model), str(out), dtype]
     return int(subprocess.run(command_line, capture_output=True, text=True, check=True).stdout)
 
 

@@ -11,26 +11,26 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import test_f16_safety
-import test_portable_graphs
-from chats import copy_export, endless, tiny
-from checkpoints import QWEN2, QWEN3, QWEN3_BIAS, RawConfig, random_tensors, write_checkpoint
-from command import command
-from damage import forge, poke
-from exports import IDS, DirectCache, Exported, LeftPadded, open_on_cpu
-from field_runs import element_types, export_tensors, exported_as, graphs, opened
 from onnx import TensorProto
-from strict import not_finite
-from test_f16_safety import Run, attend_in_f16, norm_in_f16
-from tolerances import F16, F32_ORDER, NARROW_ON_CPU, assert_close, difference
 
-from qwen_onnx import check
-from qwen_onnx.contract import LOGITS, read_manifest
+from qwen_onnx.checkpoints.safetensors_file import read_header
+from qwen_onnx.checks import check
+from qwen_onnx.contract import LOGITS
+from qwen_onnx.manifest import read_manifest
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import SessionOptions, provider_options
-from qwen_onnx.safetensors_file import read_header
+from qwen_onnx.runners.model.kv_cache import KVCache
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.session import SessionOptions, provider_options
+from support import f16, portable
+from support.chats import copy_export, endless, tiny
+from support.checkpoints import QWEN2, QWEN3, QWEN3_BIAS, RawConfig, random_tensors, write_checkpoint
+from support.command import command
+from support.damage import forge, poke
+from support.exports import IDS, DirectCache, Exported, LeftPadded, open_on_cpu
+from support.f16 import Run, attend_in_f16, norm_in_f16
+from support.field_runs import element_types, export_tensors, exported_as, graphs, opened
+from support.strict import not_finite
+from support.tolerances import F16, F32_ORDER, NARROW_ON_CPU, assert_close, difference
 
 Export = Callable[..., Exported]
 F16_MAX = float(np.finfo(np.float16).max)
@@ -71,7 +71,7 @@ def test_b1_scores_beyond_f16_stay_finite(lowering: str, tmp_path: Path) -> None
     }
     model = export_tensors(tmp_path, raw, large_biases(raw), "f16")
     if lowering == "portable":
-        ran = test_portable_graphs.run(model)
+        ran = portable.run(model)
     else:
         ran = [(step.values, step.wanted) for step in Run(model, lowering).ran]
     for values, wanted in ran:
@@ -99,7 +99,7 @@ def test_b2_norms_of_large_states_are_those_of_f32(lowering: str, size: float, t
     raw = {**QWEN3, "num_hidden_layers": 2, "head_dim": size_of_head, "tie_word_embeddings": False}
     model = export_tensors(tmp_path, raw, large_states(raw, size), "f16")
     if lowering == "portable":
-        ran = test_portable_graphs.run(model)
+        ran = portable.run(model)
     else:
         ran = [(step.values, step.wanted) for step in Run(model, lowering).ran]
     for values, wanted in ran:
@@ -110,7 +110,7 @@ def test_b2_norms_of_large_states_are_those_of_f32(lowering: str, size: float, t
 
 
 @pytest.mark.parametrize("change", [attend_in_f16, norm_in_f16])
-def test_b3_a_graph_that_a_cpu_forgives_is_caught(change: test_f16_safety.Change, tmp_path: Path) -> None:
+def test_b3_a_graph_that_a_cpu_forgives_is_caught(change: f16.Change, tmp_path: Path) -> None:
     """f16 that is right on a CPU and useless elsewhere: the interpreter that tests go by sees the overflow."""
     raw = {**QWEN2, "num_hidden_layers": 2, "head_dim": 72, "tie_word_embeddings": False}
     tensors = large_biases(raw) if change is attend_in_f16 else large_states(raw, 3000)

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import endless, write_chat_checkpoint
-from checkpoints import QWEN3, QWEN3_HEAD_DIM_48, write_checkpoint
-from command import command
-from exports import ON_CPU
-from field_runs import exported_as, graphs
-from test_triton_layout import Server, assert_solo, said
-from test_triton_layout import _stub as _stub  # for every test here: Triton's module is the stand-in
 
 from qwen_onnx import contract
-from qwen_onnx.contract import read_manifest
-from qwen_onnx.layouts import triton
+from qwen_onnx.exports.layouts import triton
+from qwen_onnx.manifest import read_manifest
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import SessionOptions
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.session import SessionOptions
+from support.chats import endless, write_chat_checkpoint
+from support.checkpoints import QWEN3, QWEN3_HEAD_DIM_48, write_checkpoint
+from support.command import command
+from support.exports import ON_CPU
+from support.field_runs import exported_as, graphs
+from support.triton import Server, assert_solo, said
+from support.triton import _stub as _stub  # for every test here: Triton's module is the stand-in
 
 ON_DEVICE = SessionOptions("cpu", threads=1, greedy_on_device=True)
 
@@ -88,7 +88,7 @@ def test_i3_the_manifest_says_what_a_loop_needs(tmp_path: Path) -> None:
             names = [value["name"] for value in (*graph["inputs"], *graph["outputs"])]
             assert {"input_ids", "logits", *contract.past_names(2), *contract.present_names(2)} <= set(names)
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert "tests/foreign_loop.py" in readme  # the loop itself is run under A8
+    assert "tests/support/foreign_loop.py" in readme  # the loop itself is run under A8
 
 
 @pytest.mark.parametrize(("dtype", "split"), [("f32", False), ("f16", True)])

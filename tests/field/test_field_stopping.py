@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import endless, tiny, write_chat_checkpoint
-from checkpoints import QWEN2, write_checkpoint
-from command import command
-from field_runs import exported_as, opened, say
-from text_fixtures import QWEN25_LIKE, byte_level_tokenizer, write_folder
 
 from qwen_onnx import SamplingOptions
-from qwen_onnx.contract import read_manifest
+from qwen_onnx.manifest import read_manifest
 from qwen_onnx.runners.chat import Chat, Token
-from qwen_onnx.runners.tokenizer import Tokenizer
+from qwen_onnx.runners.text.tokenizer import Tokenizer
+from support.chats import endless, tiny, write_chat_checkpoint
+from support.checkpoints import QWEN2, write_checkpoint
+from support.command import command
+from support.field_runs import exported_as, opened, say
+from support.text_fixtures import QWEN25_LIKE, byte_level_tokenizer, write_folder
 
 END_OF_TEXT, START, END_OF_TURN = (
     byte_level_tokenizer().token_to_id(text) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -10,14 +10,15 @@ from typing import Any
 
 import onnxruntime
 import pytest
-from chats import endless
-from command import command
-from field_runs import opened
 
-from qwen_onnx import UserError, benchmark
-from qwen_onnx.runners import answer_tokens
+from qwen_onnx import UserError
+from qwen_onnx.checks import benchmark
 from qwen_onnx.runners import chat as chat_module
-from qwen_onnx.runners.session import SessionOptions
+from qwen_onnx.runners import stream as answer_tokens
+from qwen_onnx.runners.runtime.session import SessionOptions
+from support.chats import endless
+from support.command import command
+from support.field_runs import opened
 
 CPU = ("--provider", "cpu", "--max-new-tokens", 3)
 
@@ -37,7 +38,7 @@ def test_j1_a_wrong_path_is_one_line(path: str) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
 def test_j1_ctrl_c_stops_the_answer_and_the_second_one_leaves(tmp_path: Path) -> None:
     """Ctrl-C kills the session instead of the answer."""
-    from test_terminal import ENDED, PATIENCE, READY, session
+    from support.terminal import ENDED, PATIENCE, READY, session
 
     arguments = (endless(), "--ignore-eos", "--max-new-tokens", 100_000)
     with session(*arguments, history=tmp_path / "history") as (terminal, process):

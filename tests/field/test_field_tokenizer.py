@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from chats import tiny, write_chat_checkpoint
-from checkpoints import QWEN2, write_checkpoint
-from command import command
-from damage import forge
-from exports import ON_CPU
-from field_runs import exported_as, opened
-from text_fixtures import QWEN3_LIKE, QWEN25_LIKE, byte_level_tokenizer, write_folder
 
 from qwen_onnx import SamplingOptions
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.chat_template import ChatTemplate
-from qwen_onnx.runners.reasoning import ReasoningSplitter
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.runners.session import SessionOptions
-from qwen_onnx.runners.tokenizer import Tokenizer
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.text.reasoning import ReasoningSplitter
+from qwen_onnx.runners.text.template.chat_template import ChatTemplate
+from qwen_onnx.runners.text.tokenizer import Tokenizer
+from support.chats import tiny, write_chat_checkpoint
+from support.checkpoints import QWEN2, write_checkpoint
+from support.command import command
+from support.damage import forge
+from support.exports import ON_CPU
+from support.field_runs import exported_as, opened
+from support.text_fixtures import QWEN3_LIKE, QWEN25_LIKE, byte_level_tokenizer, write_folder
 
 GREET = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 OLD = "{{ 'outdated' }}"

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fuzzing import Case, Result, choose_cases, corpus, make_base, run_cases, summary
-from targets import TARGETS
+
+from support.fuzz.fuzzing import Case, Result, choose_cases, corpus, make_base, run_cases, summary
+from support.fuzz.targets import TARGETS
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits of memory are another thing there")
 

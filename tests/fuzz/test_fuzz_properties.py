@@ -10,20 +10,20 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from chats import endless
-from checkpoints import QWEN2, QWEN2_YARN_NEW
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from text_fixtures import byte_level_tokenizer
 
-from qwen_onnx import contract
-from qwen_onnx.cli import main
-from qwen_onnx.config import QwenConfig, parse_config
+from qwen_onnx.checkpoints.config import QwenConfig, parse_config
+from qwen_onnx.checkpoints.safetensors_file import read_header
+from qwen_onnx.cli.main import main
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.chat_template import ChatTemplate
-from qwen_onnx.runners.stop_ids import stop_ids
-from qwen_onnx.runners.tokenizer import Tokenizer, special_token_text
-from qwen_onnx.safetensors_file import read_header
+from qwen_onnx.manifest import Manifest, read_manifest
+from qwen_onnx.runners.text.eos_ids import stop_ids
+from qwen_onnx.runners.text.template.chat_template import ChatTemplate
+from qwen_onnx.runners.text.tokenizer import Tokenizer, special_token_text
+from support.chats import endless
+from support.checkpoints import QWEN2, QWEN2_YARN_NEW
+from support.text_fixtures import byte_level_tokenizer
 
 NUMBERS = st.integers() | st.integers(-2, 300) | st.floats()
 SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=12)
@@ -59,7 +59,7 @@ def a_manifest(values: dict[str, Any]) -> None:
     raw = json.loads((endless() / "export.json").read_text())
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "export.json").write_text(json.dumps({**raw, **values}))
-        refusal_is_one_line(contract.read_manifest, Path(folder))
+        refusal_is_one_line(read_manifest, Path(folder))
 
 
 def a_generation_config(value: Any) -> None:
@@ -112,11 +112,7 @@ PROPERTIES: dict[str, tuple[Callable[..., None], dict[str, st.SearchStrategy[Any
     "config": (a_config, {"values": CHANGES, "base": st.sampled_from([QWEN2, QWEN2_YARN_NEW])}),
     "manifest": (
         a_manifest,
-        {
-            "values": st.dictionaries(
-                st.sampled_from([*contract.Manifest.__annotations__]), VALUES, max_size=2
-            )
-        },
+        {"values": st.dictionaries(st.sampled_from([*Manifest.__annotations__]), VALUES, max_size=2)},
     ),
     "generation config": (a_generation_config, {"value": VALUES}),
     "special token": (a_special_token, {"value": VALUES}),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import platformdirs
 
-from qwen_onnx.temporary_folders import hold
+from qwen_onnx.exports.publish.temporary_folders import hold
 
 SCRIPTS = Path(__file__).parent
 PATIENCE = 1200  # seconds of an installation

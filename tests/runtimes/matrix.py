@@ -22,9 +22,9 @@ from environments import RUNTIMES, NotInstalledError, Prepared, Runtime, prepare
 from numpy.typing import NDArray
 
 import qwen_onnx
-from qwen_onnx.runners.kv_cache import KVCache
-from qwen_onnx.runners.runner import Runner
-from qwen_onnx.tolerances import F16, logit_bound
+from qwen_onnx.checks.tolerances import F16, logit_bound
+from qwen_onnx.runners.model.kv_cache import KVCache
+from qwen_onnx.runners.model.runner import Runner
 
 NEAR = {"f32": 0.0, "f16": F16.bound}
 """Limits.near by dtype: in f32, ids never part."""

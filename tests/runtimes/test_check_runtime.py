@@ -21,7 +21,7 @@ def test_golden_ids_are_chosen_elsewhere_too(name: str, dtype: str, tmp_path: Pa
     folder = export("tiny", tmp_path / "out", dtype=dtype, layout="onnxruntime-genai").folder
     python = Path(prepare(next(runtime for runtime in RUNTIMES if runtime.name == name)).command[0])
     (packages,) = python.parents[1].glob("lib/python*/site-packages")
-    command = [sys.executable, "-c", "from qwen_onnx.cli import main; main()", "check", str(folder)]
+    command = [sys.executable, "-c", "from qwen_onnx.cli.main import main; main()", "check", str(folder)]
     done = subprocess.run(
         [*command, "--runtime", name, "--provider", "cpu"],
         env=os.environ | {"PYTHONPATH": str(packages)}, capture_output=True, text=True, check=False,

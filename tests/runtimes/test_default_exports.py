@@ -10,7 +10,7 @@ import pytest
 from environments import RUNTIMES, prepare
 
 from qwen_onnx import export
-from qwen_onnx.known_runtimes import runs_in
+from qwen_onnx.checks.known_runtimes import runs_in
 
 NAMES = {"onnxruntime": "ONNX Runtime in Python", "onnxruntime-node": "in Node", "openvino": "OpenVINO"}
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import tiny
 from environments import RUNTIMES, prepare
 
 from qwen_onnx import export, load
 from qwen_onnx.runners.chat import Chat
+from support.chats import tiny
 
 DOCS = Path(__file__).parents[2] / "docs"
 TURNS = ["Repeat after me: cloud river", "What is 3 plus 4?"]

@@ -1,0 +1,1 @@
+"""What a model is: its configuration and weights, found, read and verified."""

@@ -1,0 +1,1 @@
+"""What an export is, whether it is what it should be, and how fast."""

@@ -1,0 +1,1 @@
+"""The command line: reads options, calls one function, prints."""

@@ -1,0 +1,1 @@
+"""`run --batch`: a file of prompts in, a file of results out."""

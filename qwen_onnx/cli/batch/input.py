@@ -1,0 +1,140 @@
+"""The lines of a `--batch` file: JSON objects, each a prompt and what is asked of its answer."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from qwen_onnx.errors import UserError
+from qwen_onnx.runners.chat import Message
+from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.runners.text.prompts import verified_messages
+
+MOST_BYTES = 16 << 20
+"""Of a line."""
+_OF_REQUEST = ("max_new_tokens", "min_new_tokens", "stop")
+_OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
+_OF_SAMPLING = (*_OF_DRAWING, "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_KEYS = ("messages", "prompt", "id", *_OF_REQUEST, *_OF_SAMPLING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the file that is not blank."""
+
+    number: int
+    """From 1, blank lines counted."""
+    content: bytes
+    """Without white space around it, and without a byte order mark."""
+    end: int
+    """Bytes of the file up to and with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a line asks for."""
+
+    prompt: str | list[Message]
+    request: GenerationRequest
+
+
+def read_lines(stream: BinaryIO, name: str) -> Iterator[Line]:
+    """The lines of a stream, one at a time; of one longer than 16 MiB the beginning.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    number = end = 0
+    while content := _read(stream, name):
+        number, end = number + 1, end + len(content)
+        more = content
+        while len(more) > MOST_BYTES and not more.endswith(b"\n"):  # the rest of it is passed by
+            more = _read(stream, name)
+            end += len(more)
+        content = content.removeprefix(codecs.BOM_UTF8) if number == 1 else content
+        if content := content.strip():
+            yield Line(number, content, end)
+
+
+def _read(stream: BinaryIO, name: str) -> bytes:
+    try:
+        return stream.readline(MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror or error})") from None
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """The JSON object that a line is.
+
+    Raises:
+        UserError: it is none, or its id is none.
+    """
+    if len(content) > MOST_BYTES:
+        raise UserError(f"longer than {MOST_BYTES >> 20} MiB")
+    try:
+        value = json.loads(
+            content.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_twins
+        )
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 (byte {error.start})") from None
+    except RecursionError:
+        raise UserError("JSON nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError('not a JSON object, as {"prompt": "Hello!"}')
+    if not isinstance(given := value.get("id"), str | int | None) or isinstance(given, bool):
+        raise UserError(f"id {given!r}: a string or a whole number wanted")
+    return value
+
+
+def parse_line(value: dict[str, Any], request: GenerationRequest, *, raw: bool, system: str | None) -> Asked:
+    """What an object of `parse_object` asks for.
+
+    Args:
+        request: what holds where the line says nothing, or null.
+        raw: a prompt is text to go on with, not a user's message.
+        system: comes before the message that a prompt is; `messages` have their own.
+
+    Raises:
+        UserError: not one of `prompt` and `messages`, a key that is not known, or a value of the wrong kind.
+    """
+    if unknown := [key for key in value if key not in _KEYS]:
+        raise UserError(f"{unknown[0]!r} is not known; the keys are {', '.join(_KEYS)}")
+    if ("prompt" in value) == ("messages" in value):
+        raise UserError("one of `prompt` and `messages` wanted")
+    prompt: str | list[Message]
+    if "messages" in value:
+        if raw:
+            raise UserError("messages go through the chat template: leave out --raw")
+        prompt = verified_messages(value["messages"])
+    elif not isinstance(text := value["prompt"], str):
+        raise UserError(f"prompt {text!r}: a string wanted")
+    elif raw:
+        prompt = text
+    else:
+        prompt = [{"role": "system", "content": system}] if system else []
+        prompt.append({"role": "user", "content": text})
+    of_sampling = _given(value, _OF_SAMPLING)
+    if any(name in of_sampling for name in _OF_DRAWING):
+        of_sampling["do_sample"] = None  # --greedy was for lines that say nothing
+    sampling = dataclasses.replace(request.sampling, **of_sampling)
+    return Asked(prompt, dataclasses.replace(request, sampling=sampling, **_given(value, _OF_REQUEST)))
+
+
+def _given(value: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value[name] for name in names if value.get(name) is not None}
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key is there twice")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,259 @@
+"""`qwen-onnx run --batch`: a file of prompts in, a file of answers out, in order; it goes on where it was cut off."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from qwen_onnx.cli.batch.input import Line, parse_line, parse_object, read_lines
+from qwen_onnx.cli.batch.output import Results
+from qwen_onnx.cli.completion import Answer, begins_reasoning
+from qwen_onnx.errors import OutOfMemoryError, UserError
+from qwen_onnx.runners.batch import verify_batches
+from qwen_onnx.runners.chat import Chat, Token
+from qwen_onnx.runners.generate import FinishReason
+from qwen_onnx.runners.runtime.session import onnxruntime_version
+from qwen_onnx.runners.sampling.request import GenerationRequest
+
+BATCH_SIZE = 8
+WINDOW = 4
+"""Batches whose lines are read ahead, so that prompts of like length go together."""
+
+Result = dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOptions:
+    """What `run` is told of a batch."""
+
+    file: str
+    """`-` is stdin."""
+    size: int
+    """Most prompts at a time."""
+    out: Path | None
+    """None: stdout."""
+
+
+def batch_options(file: str | None, size: int | None, out: Path | None) -> BatchOptions | None:
+    """The options of a batch as given; None where none is asked for.
+
+    Raises:
+        UserError: options of a batch without one.
+    """
+    if file is not None:
+        return BatchOptions(file, BATCH_SIZE if size is None else size, out)
+    for name, value in (("--batch-size", size), ("--out", out)):
+        if value is not None:
+            raise UserError(f"{name} is for --batch FILE.jsonl, which is not given")
+    return None
+
+
+def verify_batch(options: BatchOptions) -> None:
+    """Raises UserError where the files cannot be opened: before a model is."""
+    with _input(options.file):
+        pass
+    out = options.out
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise UserError(f"--out {out}: {'a folder' if out.is_dir() else 'lies in no folder that exists'}")
+
+
+@dataclasses.dataclass
+class _Item:
+    """A line that is read, and what became of it so far."""
+
+    line: Line
+    key: str
+    request: GenerationRequest
+    prompt_ids: list[int] = dataclasses.field(default_factory=list)
+    begun: bool | None = None
+    """As of `Answer.of`."""
+    echoed: Result = dataclasses.field(default_factory=dict)
+    """Its id, where it has one."""
+    result: Result | None = None
+    new_tokens: int = 0
+
+    def fail(self, error: UserError) -> None:
+        self.result = {**self.echoed, "error": str(error)}
+
+    def answer(self, tokens: Sequence[Token], reason: FinishReason) -> None:
+        """What `run --json` prints, but for the prompt's ids, and for times: the same again gives the same line."""
+        fields = dataclasses.asdict(
+            Answer.of(self.prompt_ids, tokens, self.request, reason, begun=self.begun)
+        )
+        names = (
+            "text", "reasoning", "tool_calls", "token_ids", "finish_reason", "top_logits", "logprobs",
+        )  # fmt: skip
+        kept = {name: fields[name] for name in names if fields[name] is not None}
+        self.result = {**self.echoed, **kept, "prompt_tokens": len(self.prompt_ids)}
+        self.new_tokens = len(tokens)
+
+
+def answer_file(
+    chat: Chat,
+    options: BatchOptions,
+    request: GenerationRequest,
+    *,
+    raw: bool,
+    system: str | None,
+    stats: bool,
+) -> int:
+    """Answer every line of a file; the exit code: 0, or 130 after Ctrl-C.
+
+    Args:
+        request: what holds where a line says nothing.
+        raw, system: see `parse_line`.
+
+    Raises:
+        UserError: nothing of it can be done; or, once all is done, some lines could not be answered.
+    """
+    verify_batches(chat.runner, options.size)
+    started, new_tokens = time.perf_counter(), 0
+    runner = chat.runner
+    held = [
+        *(runner.manifest.files, runner.context_length, request, raw, system, runner.describe()),
+        *(runner.options.optimization_level, runner.options.disabled_optimizers, onnxruntime_version()),
+    ]
+    settings = hashlib.sha256(repr(held).encode())
+
+    def keyed(line: Line) -> tuple[Line, str]:
+        digest = settings.copy()
+        digest.update(line.content)
+        return line, digest.hexdigest()[:16]
+
+    with _input(options.file) as stream, Results(options.out) as results, _bar(stream, options) as show:
+        try:
+            lines = results.remaining(map(keyed, read_lines(stream, options.file)))
+            # One at a time, each is answered as it comes.
+            window = options.size * WINDOW if options.size > 1 else 1
+            while taken := list(itertools.islice(lines, window)):
+                items = [_item(chat, line, key, request, raw=raw, system=system) for line, key in taken]
+                for item, result in _in_order(items, _answered(chat, items, options.size)):
+                    if "error" in result:
+                        print(f"line {item.line.number}: {result['error']}", file=sys.stderr, flush=True)
+                    results.write(item.line, item.key, result)
+                    new_tokens += item.new_tokens
+                    show(results, item.line.end)
+        except KeyboardInterrupt:
+            then = "" if options.out is None else "; the same command goes on from there"
+            print(f"interrupted: {results.done} done{then}", file=sys.stderr)
+            return 130
+    if stats:
+        words = f"{results.done} lines, {results.failed} failed, {new_tokens} new tokens"
+        speed = new_tokens / (time.perf_counter() - started)
+        print(f"{words}, {speed:.1f} tokens/s, {chat.runner.describe()}", file=sys.stderr)
+    if results.failed:
+        raise UserError(
+            f"{results.failed} of {results.done} lines could not be answered; the others are done"
+        )
+    return 0
+
+
+def _item(
+    chat: Chat, line: Line, key: str, request: GenerationRequest, *, raw: bool, system: str | None
+) -> _Item:
+    """A line that is ready to be answered, or whose result is why it cannot be."""
+    item = _Item(line, key, request)
+    try:
+        value = parse_object(line.content)
+        item.echoed = {"id": value["id"]} if "id" in value else {}
+        asked = parse_line(value, request, raw=raw, system=system)
+        item.request, item.prompt_ids = asked.request, chat.verified_ids(asked.prompt, asked.request)
+        item.begun = None if isinstance(asked.prompt, str) else begins_reasoning(chat, item.prompt_ids)
+    except UserError as error:
+        item.fail(error)
+    return item
+
+
+def _in_order(items: Iterable[_Item], answered: Iterable[_Item]) -> Iterator[tuple[_Item, Result]]:
+    """The items and their results, each as soon as it and all before it are among those answered."""
+    waiting = collections.deque(items)
+    for _ in answered:
+        while waiting and (result := waiting[0].result) is not None:
+            yield waiting.popleft(), result
+
+
+def _answered(chat: Chat, items: Sequence[_Item], size: int) -> Iterator[_Item]:
+    """The items, each when it has its result: prompts of like length together, the batch of the first line first."""
+    left = []
+    for item in items:
+        if item.result is None:
+            left.append(item)
+        else:
+            yield item
+    left.sort(key=lambda item: len(item.prompt_ids))
+    batches = [left[start : start + size] for start in range(0, len(left), size)]
+    for batch in sorted(batches, key=lambda batch: min(item.line.number for item in batch)):
+        yield from _together(chat, batch)
+
+
+def _together(chat: Chat, batch: Sequence[_Item]) -> Iterator[_Item]:
+    tokens: list[list[Token]] = [[] for _ in batch]
+    try:
+        stream = chat.generate_batch([item.prompt_ids for item in batch], [item.request for item in batch])
+        for index, token in stream:
+            tokens[index].append(token)
+            if token.finish_reason is not None:
+                batch[index].answer(tokens[index], token.finish_reason)
+                yield batch[index]
+    except UserError as error:
+        left = [item for item in batch if item.result is None]
+        if len(batch) == 1 and isinstance(error, OutOfMemoryError):
+            raise  # it is none of the line's: to go on with, once there is memory
+        if len(batch) == 1:
+            batch[0].fail(error)
+            yield from left
+        else:  # one of them, or all are too many: each by itself
+            for item in left:
+                yield from _together(chat, [item])
+        return
+    for item in batch:  # no token of it was wanted
+        if item.result is None:
+            item.answer([], FinishReason.LENGTH)
+            yield item
+
+
+@contextlib.contextmanager
+def _input(file: str) -> Iterator[BinaryIO]:
+    if file == "-":
+        if sys.stdin is None:  # closed, as `<&-` does
+            raise UserError("stdin is closed: --batch - reads it")
+        yield sys.stdin.buffer
+        return
+    try:
+        stream = Path(file).open("rb")  # noqa: SIM115 - here are its errors, below it is closed
+    except (OSError, ValueError) as error:  # a null byte in the name
+        raise UserError(f"--batch {file}: {getattr(error, 'strerror', None) or error}") from None
+    with stream:
+        yield stream
+
+
+@contextlib.contextmanager
+def _bar(stream: BinaryIO, options: BatchOptions) -> Iterator[Callable[[Results, int], None]]:
+    """Shows how many lines are done and how much of the file they are: on a terminal that gets no results."""
+    console = Console(stderr=True)
+    size = None
+    if options.file != "-" and stat.S_ISREG((found := os.fstat(stream.fileno())).st_mode):
+        size = found.st_size
+    columns = (TextColumn("answering"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    hidden = not console.is_terminal or (options.out is None and sys.stdout.isatty())
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=hidden) as bar:
+        task = bar.add_task("0 lines", total=size)
+
+        def show(results: Results, end: int) -> None:
+            failed = f", {results.failed} failed" if results.failed else ""
+            bar.update(task, completed=end, description=f"{results.done} lines{failed}")
+
+        yield show

@@ -1,0 +1,255 @@
+"""The chat in a terminal: lines in, streamed answers out, the conversation kept between them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from qwen_onnx.cli.chat.conversation import Conversation, with_room
+from qwen_onnx.cli.chat.settings import changed
+from qwen_onnx.cli.completion import Answer, answer, bounded, verify_for_template
+from qwen_onnx.errors import UserError, printable
+from qwen_onnx.runners.chat import Chat, Message, Token
+from qwen_onnx.runners.generate import verify_options
+from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.runners.text.reasoning import Said
+
+HELP = """\
+/help              this list
+/reset             forget the conversation
+/system TEXT       begin anew under this system message; without TEXT, none
+/undo              forget the last question and its answer
+/retry             answer the last question anew
+/tool TEXT         give the result of the function that the model called
+/params            how tokens are chosen and what ends an answer
+/set NAME VALUE    change one of these; without VALUE, the model's own
+/save FILE         keep the conversation, and what was computed of it, in a file
+/load FILE         go on with a conversation that was saved
+/stats             context used and left, speed of the last answer
+/quit              leave (so do Ctrl-D, and Ctrl-C twice)
+A line that ends in a backslash goes on in the next; //text sends /text.
+Ctrl-C stops an answer and keeps the session."""
+COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
+_ALIASES = {"/clear": "/reset", "/exit": "/quit"}
+_OF_CHATS = ("/reset", "/system", "/undo", "/retry", "/tool", "/save", "/load")
+_COMMAND = re.compile(r"(/[a-z_]+)(?:\s+(.*))?", re.DOTALL)
+
+
+class Repl:
+    """A conversation with a model, driven by `input`-like reading; only answers go to stdout."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        request: GenerationRequest,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        shift: bool = True,
+        show: Callable[[Token | None, Said], None],
+        end: Callable[[], None] = print,
+        report: Callable[[Answer], None] = lambda answer: None,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            raw: complete text, no chat.
+            shift: where the context is full, the oldest turns are dropped; else the turn is refused.
+            show: gets each token as it comes; `end` is called after the last, and `report` gets the whole answer.
+        """
+        self._chat, self._request, self._raw, self._shift = chat, request, raw, shift
+        self._show, self._end, self._report = show, end, report
+        self._last: Answer | None = None
+        self._conversation = Conversation(system)
+
+    def status(self) -> str:
+        """The context in use, in a few characters."""
+        return f"{self._chat.context_used}/{self._chat.runner.context_length}"
+
+    def run(self, read: Callable[[str], str] = input) -> int:
+        """Answer until the user leaves; the exit code (0, or 130 after a second Ctrl-C at the prompt)."""
+        _say(f"{printable(self._chat.runner.manifest.model_id)}, /help for commands")
+        interrupted = False
+        while True:
+            try:
+                line = read("> ")
+            except EOFError:
+                _say("")
+                return 0
+            except UnicodeDecodeError as error:
+                _say(f"error: what was typed is not {error.encoding} text")
+                continue
+            except KeyboardInterrupt:
+                if interrupted:
+                    return 130
+                interrupted = True
+                _say("\n(Ctrl-C again, or Ctrl-D, leaves)")
+                continue
+            interrupted = False
+            if _ALIASES.get(line.strip(), line.strip()) == "/quit":
+                return 0
+            try:
+                self._handle(line)
+            except UserError as error:
+                _say(f"error: {error}")
+            except KeyboardInterrupt:  # between two steps of a command
+                _say("\n(interrupted)")
+
+    def _handle(self, line: str) -> None:
+        command, rest = _command(line)
+        if not line.strip():
+            return
+        if self._raw and command in _OF_CHATS:
+            raise UserError(f"{command} is for chats; --raw completes each text by itself")
+        match command:
+            case "/help":
+                _say(HELP)
+            case "/reset":
+                self._conversation.reset()
+                self._forget()
+            case "/system":
+                self._conversation = Conversation(rest or None)
+                self._forget()
+            case "/undo":
+                _say_unless(self._conversation.undo(), "nothing to undo")
+                self._forget()
+            case "/retry":
+                self._retry()
+            case "/tool":
+                self._give(rest)
+            case "/params":
+                self._params()
+            case "/set":
+                self._set(rest)
+            case "/save":
+                self._save(_path(command, rest))
+            case "/load":
+                self._load(_path(command, rest))
+            case "/stats":
+                self._stats()
+            case _ if self._raw:
+                self._answer(line)
+            case _ if command:
+                _say(f"no command {command}; /help lists them, and /{command} sends it to the model")
+            case _:
+                text = line.strip()
+                self._ask({"role": "user", "content": text[1:] if text.startswith("//") else text})
+
+    def _forget(self) -> None:
+        """Of the cache too: what it holds beyond the messages could be saved."""
+        try:
+            self._chat.rewind(self._conversation.messages)
+        except UserError:  # a template that wants more than a system message
+            self._chat.rewind([])
+
+    def _give(self, content: str) -> None:
+        if self._conversation.messages[-1:] == self._conversation.system:
+            raise UserError("/tool: nothing was asked yet, so that no function was called")
+        self._ask({"role": "tool", "content": content})
+
+    def _ask(self, message: Message) -> None:
+        self._reply([*self._conversation.messages, message])
+
+    def _retry(self) -> None:
+        if (question := self._conversation.question()) is None:
+            _say("nothing to answer anew")
+        else:
+            self._reply(question)
+
+    def _reply(self, messages: list[Message]) -> None:
+        """Answer these messages; they become the conversation once a token of it was seen."""
+        self._conversation.begin(messages)
+        length = self._chat.runner.context_length
+        if not self._shift and self._conversation.turns and self._count(messages) >= length:
+            raise UserError(f"the context of {length} tokens is full; /undo or /reset make room")
+        if self._shift:
+            most = bounded(self._chat, self._request).max_new_tokens or 0
+            messages, dropped = with_room(messages, min(most, length // 4), length, self._count)
+            if dropped:
+                what = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
+                _say(f"(the context of {length} tokens is full: {what} dropped)")
+                self._conversation.begin(messages)
+        result = self._answer(messages)
+        if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
+            self._conversation.end(result.content)
+        for call in result.tool_calls or []:
+            _say(f"(calls {call.name}; give its result with /tool)")
+
+    def _answer(self, prompt: str | list[Message]) -> Answer:
+        result = answer(self._chat, prompt, bounded(self._chat, self._request), on_token=self._show)
+        self._end()
+        self._last = result
+        if result.finish_reason not in ("eos", "stop"):
+            _say(f"({result.finish_reason})")
+        self._report(result)
+        return result
+
+    def _count(self, messages: Sequence[Message]) -> int:
+        request = self._request
+        return len(
+            self._chat.prompt_ids(messages, tools=request.tools, enable_thinking=request.enable_thinking)
+        )
+
+    def _params(self) -> None:
+        _say(self._chat.options(bounded(self._chat, self._request)).describe())
+        if (thinking := self._request.enable_thinking) is not None:
+            _say(f"think {'on' if thinking else 'off'}")
+        if ignored := self._chat.defaults.ignored:
+            _say(f"not supported, of generation_config.json: {', '.join(ignored)}")
+
+    def _set(self, rest: str) -> None:
+        name, _, text = rest.partition(" ")
+        if name:
+            request = changed(self._request, name, text.strip())
+            verify_for_template(self._chat, request)
+            verify_options(self._chat.runner, self._chat.options(request))
+            self._request = request
+        self._params()
+
+    def _save(self, path: Path) -> None:
+        self._chat.save(path, messages=self._conversation.messages)
+        _say(f"saved {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
+
+    def _load(self, path: Path) -> None:
+        messages = self._chat.load(path)
+        self._conversation = Conversation()
+        self._conversation.messages = messages
+        _say(f"loaded {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
+
+    def _stats(self) -> None:
+        used, length = self._chat.context_used, self._chat.runner.context_length
+        _say(f"context: {used} tokens used, {length - used} left")
+        if self._last is not None:
+            speed = self._last.tokens_per_s
+            ttft = self._last.ttft_ms
+            _say(f"last answer: {_number(ttft)} ms to the first token, {_number(speed)} tokens/s")
+
+
+def _command(line: str) -> tuple[str, str]:
+    """The command that a line is, and what comes after it; nothing and nothing where it is none."""
+    found = _COMMAND.fullmatch(line.strip())
+    return (_ALIASES.get(found[1], found[1]), (found[2] or "").strip()) if found else ("", "")
+
+
+def _say_unless(done: bool, text: str) -> None:
+    if not done:
+        _say(text)
+
+
+def _path(command: str, text: str) -> Path:
+    if not text:
+        raise UserError(f"{command}: a file is wanted, as {command} session.qwen")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # no such user
+        return Path(text)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

@@ -1,0 +1,165 @@
+"""One prompt, one answer: consumes a generation and keeps what is worth reporting of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+from qwen_onnx.errors import UserError
+from qwen_onnx.runners.chat import Chat, Prompt, Token
+from qwen_onnx.runners.generate import FinishReason
+from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.runners.text.reasoning import OPEN, ReasoningSplitter, Said, closed, split
+from qwen_onnx.runners.text.tool_calls import ToolCall, parse_tool_calls
+
+MOST_TOKENS = 1024
+"""Of an answer, where neither the request nor generation_config.json says how many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """How likely one token of an answer was to the model."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
+    """The same of as many best ids as were asked for, best first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A finished generation."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    """With the id that ended it."""
+    text: str
+    """Without the end token or the stop string, reasoning and tool calls."""
+    finish_reason: FinishReason
+    ttft_ms: float | None
+    tokens_per_s: float | None
+    top_logits: list[list[tuple[int, float]]] | None = None
+    """Per token, when asked for."""
+    logprobs: list[TokenLogprob] | None = None
+    """Per token, when asked for."""
+    reasoning: str | None = None
+    """What the model thought before it answered."""
+    tool_calls: list[ToolCall] | None = None
+    """When tools were given."""
+    content: str = ""
+    """All that was said, as the next turns' prompts hold it."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: list[int],
+        tokens: Sequence[Token],
+        request: GenerationRequest,
+        reason: FinishReason,
+        *,
+        begun: bool | None,
+    ) -> Self:
+        """Of the tokens that were made; what was asked for beside them is kept.
+
+        Args:
+            begun: as of `begins_reasoning`; None where the prompt is no chat: all that was said is text.
+        """
+        content = "".join(token.text for token in tokens)
+        said, calls = Said(answer=content) if begun is None else split(content, begun=begun), None
+        text = said.answer
+        if begun is not None and request.tools:
+            text, calls = parse_tool_calls(text)
+        last = tokens[-1] if tokens else None
+        return cls(
+            prompt_ids=prompt_ids,
+            token_ids=[token.token_id for token in tokens],
+            text=text,
+            finish_reason=reason,
+            ttft_ms=last.ttft_ms if last else None,
+            tokens_per_s=last.tokens_per_s if last else None,
+            top_logits=[list(token.top_logits) for token in tokens] if request.top_logits else None,
+            logprobs=None if request.logprobs is None else [_logprob(token) for token in tokens],
+            reasoning=said.reasoning or None,
+            tool_calls=calls,
+            content=content if begun is None else closed(content, begun=begun),
+        )
+
+    def as_json(self, chat: Chat) -> dict[str, object]:
+        """What `run --json` prints."""
+        fields = dataclasses.asdict(self) | {
+            "provider": chat.runner.provider,
+            "dtype": chat.runner.manifest.dtype,
+        }
+        del fields["content"]
+        for name in ("top_logits", "logprobs", "reasoning", "tool_calls"):
+            if fields[name] is None:
+                del fields[name]
+        return fields
+
+
+def answer(
+    chat: Chat,
+    prompt: Prompt,
+    request: GenerationRequest,
+    *,
+    on_token: Callable[[Token | None, Said], None] = lambda token, said: None,
+) -> Answer:
+    """Generate to the end, or to Ctrl-C: then what there is so far is the answer, `interrupted`.
+
+    Args:
+        on_token: gets each token as it comes, and what became certain with it of reasoning and answer (all of it is
+            answer where the prompt is no chat); None at the end, with what was held back.
+
+    Raises:
+        UserError: as `Chat.generate`.
+    """
+    prompt_ids = chat.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
+    chatting = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt[:1])
+    begun = begins_reasoning(chat, prompt_ids) if chatting else None
+    splitter = None if begun is None else ReasoningSplitter(begun=begun)
+    tokens: list[Token] = []
+    # Nothing asked for is nothing missing: max_new_tokens 0 ends by length.
+    reason = FinishReason.LENGTH
+    try:
+        for token in chat.stream(prompt_ids, request):
+            tokens.append(token)
+            reason = token.finish_reason or FinishReason.INTERRUPTED
+            on_token(token, Said(answer=token.text) if splitter is None else splitter.push(token.text))
+    except KeyboardInterrupt:
+        reason = FinishReason.INTERRUPTED
+    if splitter is not None:
+        on_token(None, splitter.flush())
+    return Answer.of(prompt_ids, tokens, request, reason, begun=begun)
+
+
+def bounded(chat: Chat, request: GenerationRequest) -> GenerationRequest:
+    """With a number of tokens that an answer ends at, whoever says it."""
+    given = (request.max_new_tokens, chat.defaults.max_new_tokens)
+    most = next((count for count in given if count is not None), MOST_TOKENS)
+    return dataclasses.replace(request, max_new_tokens=most)
+
+
+def verify_for_template(chat: Chat, request: GenerationRequest) -> None:
+    """Raises UserError for what the chat template would pass over without a word."""
+    source = chat.template.source if chat.template else ""
+    if request.enable_thinking is not None and "enable_thinking" not in source:
+        raise UserError(
+            f"{chat.runner.folder}: its chat template has no switch for thinking (--think, --no-think)"
+        )
+    if request.tools is not None and "tools" not in source:
+        raise UserError(f"{chat.runner.folder}: its chat template shows no tools to the model")
+
+
+def begins_reasoning(chat: Chat, prompt_ids: list[int]) -> bool:
+    """The chat template began the reasoning already, as those of models do that always think."""
+    if chat.tokenizer is None:
+        return False
+    end = chat.tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
+    return end.rstrip().endswith(OPEN)
+
+
+def _logprob(token: Token) -> TokenLogprob:
+    if token.logprob is None:
+        raise TypeError("a token without the logprob that was asked for")
+    return TokenLogprob(token.token_id, token.logprob, list(token.top_logprobs))

@@ -1,0 +1,78 @@
+"""Exporting with a progress bar, and the one-screen summary of what was made."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from qwen_onnx.checkpoints.hub import ModelSource
+from qwen_onnx.exports.exporter import ExportSummary, export_model
+
+
+def make_export(
+    model: str | ModelSource,
+    out: Path | None,
+    *,
+    dtype: str,
+    revision: str | None = None,
+    max_context: int | None = None,
+    block_size: int | None = None,
+    head_bits: int | None = None,
+    head_block_size: int | None = None,
+    target: str | None = None,
+    layout: str = "plain",
+    split: bool = False,
+    link: bool = False,
+    force: bool = False,
+) -> ExportSummary:
+    """`export_model` with its progress and notes on stderr.
+
+    Raises:
+        UserError: as `export_model`.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("writing weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("weights", total=None)
+        summary = export_model(
+            model,
+            out,
+            dtype=dtype,
+            revision=revision,
+            max_context=max_context,
+            block_size=block_size,
+            head_bits=head_bits,
+            head_block_size=head_block_size,
+            target=target,
+            layout=layout,
+            split=split,
+            link=link,
+            force=force,
+            progress=lambda written, total: bar.update(task, completed=written, total=total),
+        )
+    for note in summary.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return summary
+
+
+def summary_table(summary: ExportSummary) -> str:
+    """Files, sizes, dtype, entries, seconds and peak memory."""
+    manifest = summary.manifest
+    graphs = {graph.file: graph for graph in manifest.graphs}
+    lines = [
+        f"{summary.folder}: {manifest.model_id} as {manifest.dtype}, {manifest.context_length} positions"
+    ]
+    for name, spec in manifest.files.items():
+        graph = graphs.get(name)
+        role = f"{graph.entry} for {' and '.join(graph.providers)}" if graph else ""
+        lines.append(f"  {spec.size:>15,}  {name:<24} {role}".rstrip())
+    lines.append(f"  {sum(spec.size for spec in manifest.files.values()):>15,}  bytes in all")
+    memory = "" if summary.peak_memory is None else f", peak memory {summary.peak_memory / 1e6:.0f} MB"
+    lines.append(
+        f"made in {summary.seconds:.1f} s{memory}; try: qwen-onnx run {shlex.quote(str(summary.folder))}"
+    )
+    return "\n".join(lines)

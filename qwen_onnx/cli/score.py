@@ -1,0 +1,99 @@
+"""`qwen-onnx score`: how likely a model finds a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from qwen_onnx.errors import UserError
+from qwen_onnx.runners.chat import Chat
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.providers import verify_provider
+from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.score import Score
+
+
+def score_file(
+    folder: Path,
+    file: str,
+    options: SessionOptions,
+    *,
+    max_context: int | None = None,
+    tokens: bool = False,
+    as_json: bool = False,
+) -> str:
+    """What `score` prints of a UTF-8 text; where it is longer than the context, a note on stderr.
+
+    Args:
+        file: a path, or `-` for stdin. A line break at its end is none of the text.
+        tokens: a line for each token too.
+
+    Raises:
+        UserError: anything wrong with the file, the export or the options.
+    """
+    verify_provider(options.provider)
+    text = _read(file)
+    chat = Chat(Runner(folder, options, max_context=max_context, for_scores=True))
+    if options.provider == "auto":
+        print(f"provider: {chat.runner.provider}", file=sys.stderr)
+    if chat.runner.engine is not None and not chat.runner.engine.checked:
+        from qwen_onnx.checks.engines import verify_engine  # here, because it imports what makes exports
+
+        print(verify_engine(chat), file=sys.stderr)
+    score = chat.score(text)
+    if score.windows > 1:
+        context = chat.runner.context_length
+        print(
+            f"note: longer than the context: {score.windows} windows of {context} tokens, each moved on by half",
+            file=sys.stderr,
+        )
+    if as_json:
+        return json.dumps(_as_json(chat, score))
+    table = [_line(chat, *token) for token in zip(score.token_ids, score.logprobs, strict=True)]
+    return "\n".join([*(table if tokens else []), _summary(score)])
+
+
+def _read(file: str) -> str:
+    name = "stdin" if file == "-" else file
+    try:
+        if file != "-":
+            content = Path(file).read_bytes()
+        elif sys.stdin is None:  # closed, as `<&-` does
+            raise UserError("stdin is closed: give the text in a file")
+        else:
+            content = sys.stdin.buffer.read()
+        text = content.decode("utf-8-sig")  # files saved by Windows editors open with a byte order mark
+    except FileNotFoundError:
+        raise UserError(f"{name}: no such file; wanted one of UTF-8 text, or - for stdin") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 (byte {error.start})") from None
+    except (OSError, ValueError) as error:  # a null byte in the name
+        raise UserError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _summary(score: Score) -> str:
+    return (
+        f"log-probability  {score.logprob:.4f}\n"
+        f"perplexity       {score.perplexity:.4f}\n"
+        f"tokens           {len(score.token_ids)}, all but the first scored"
+    )
+
+
+def _line(chat: Chat, token_id: int, logprob: float | None) -> str:
+    text = chat.tokenizer.decode([token_id], skip_special_tokens=False) if chat.tokenizer else ""
+    return f"{token_id:>7} {'-' if logprob is None else f'{logprob:.4f}':>10} {text!r}"
+
+
+def _as_json(chat: Chat, score: Score) -> dict[str, object]:
+    return {
+        "logprob": score.logprob,
+        "perplexity": score.perplexity,
+        "tokens": len(score.token_ids),
+        "windows": score.windows,
+        "token_ids": score.token_ids,
+        "logprobs": score.logprobs,
+        "provider": chat.runner.provider,
+        "dtype": chat.runner.manifest.dtype,
+    }

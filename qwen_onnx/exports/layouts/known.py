@@ -1,0 +1,74 @@
+"""The layouts that there are, and the targets that each goes with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qwen_onnx.contract import LAYOUTS, QUANTISED, TARGETS
+from qwen_onnx.errors import UserError
+from qwen_onnx.exports.layouts.genai import write_genai_config
+from qwen_onnx.exports.layouts.layout import Exported, Layout, Written, pad_left
+from qwen_onnx.exports.layouts.transformers_js import BROWSER_LIMIT, write_transformers_js_config
+from qwen_onnx.exports.layouts.triton import EXPORT_FOLDER, verify_name, write_triton
+
+PORTABLE_DTYPES = ("f32", "f16")
+
+
+def choose_layout(name: str, target: str | None, dtype: str) -> tuple[Layout, str]:
+    """The layout of this name, and the target: the layout's own where none is asked for.
+
+    Raises:
+        UserError: one of them is not known, or they do not go together.
+    """
+    layout = next((layout for layout in _layouts() if layout.name == name), None)
+    if layout is None:
+        raise UserError(f"layout {name!r} is not known; choose one of {', '.join(LAYOUTS)}")
+    if target is not None and target not in TARGETS:
+        raise UserError(f"target {target!r} is not known; choose one of {', '.join(TARGETS)}")
+    chosen = target or layout.targets[0]
+    if chosen not in layout.targets:
+        raise UserError(f"--layout {name} is made of --target {layout.targets[0]}, not {chosen}")
+    if name == "cpu" and dtype != "f32":
+        how = "repacks their weights" if dtype in QUANTISED else "makes f32 of their weights"
+        raise UserError(f"--layout cpu is for f32, not {dtype}: ONNX Runtime {how} as it loads them")
+    if chosen == "portable" and dtype not in PORTABLE_DTYPES:
+        why = "few runtimes multiply bf16" if dtype == "bf16" else "its operators are ONNX Runtime's own"
+        raise UserError(f"--target portable is for f32 and f16, not {dtype}: {why}; choose one of them")
+    return layout, chosen
+
+
+def _nothing(exported: Exported) -> Written:
+    return [], []
+
+
+def _padded_left(exported: Exported) -> Written:
+    return pad_left(exported.folder), []
+
+
+def _around_triton_model(folder: Path, name: str) -> None:
+    write_triton(folder, name=name)
+
+
+def _layouts() -> tuple[Layout, ...]:
+    return (
+        Layout("plain", ("onnxruntime", "portable"), _nothing),
+        Layout("cpu", ("onnxruntime",), _nothing),
+        Layout("onnxruntime-genai", ("portable",), write_genai_config),
+        Layout(
+            "transformers.js",
+            ("portable",),
+            write_transformers_js_config,
+            "onnx/",
+            largest_file=BROWSER_LIMIT,
+        ),
+        Layout("optimum", ("portable",), _padded_left),
+        Layout(
+            "triton",
+            ("onnxruntime", "portable"),
+            _nothing,
+            is_repository=True,
+            inside=EXPORT_FOLDER.as_posix(),
+            verify_name=verify_name,
+            write_around=_around_triton_model,
+        ),
+    )

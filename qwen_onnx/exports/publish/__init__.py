@@ -1,0 +1,1 @@
+"""An export appears whole or not at all: staged beside its destination, then renamed."""

@@ -1,0 +1,181 @@
+"""One export in the making: weights, graphs and side files into its folder, and the account of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from qwen_onnx import contract
+from qwen_onnx.checkpoints.checkpoint import SIDE_FILES, Checkpoint
+from qwen_onnx.contract import DTYPES, BlockPlan, Blocks
+from qwen_onnx.errors import UserError
+from qwen_onnx.exports.layouts.known import PORTABLE_DTYPES
+from qwen_onnx.exports.layouts.layout import Exported, Layout
+from qwen_onnx.exports.plan import (
+    GraphPlan,
+    build_planned,
+    graph_spec,
+    match_tensors,
+    plain_plan,
+    verify_depth,
+)
+from qwen_onnx.exports.weights import (
+    OutputTensor,
+    arrange,
+    blocks_of,
+    converted,
+    in_files,
+    places_in,
+    rotary_tensors,
+    stored_as,
+    stored_parameters,
+    write_safetensors,
+)
+from qwen_onnx.graphs.build import StoredParameter, save_graph
+from qwen_onnx.manifest import FileSpec, GraphSpec, is_weights
+
+Parts = dict[str, list[OutputTensor]]
+"""What is written to which weights file."""
+
+
+class Writer:
+    """One export in the making: its folder, what lies in it so far, and where each tensor went."""
+
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        dtype: str,
+        positions: int,
+        progress: Callable[[int, int], None],
+        layout: Layout,
+        plans: list[GraphPlan],
+        blocks: BlockPlan | None,
+        panel_rows: int | None,
+    ) -> None:
+        (folder / layout.graph_folder).mkdir(parents=True, exist_ok=True)
+        self.layout, self._plans, self.panel_rows = layout, plans, panel_rows
+        self.folder, self.checkpoint, self.dtype, self.positions = folder, checkpoint, dtype, positions
+        self.files: dict[str, FileSpec] = {}
+        self.graphs: list[GraphSpec] = []
+        self.places: dict[str, StoredParameter] = {}
+        self._progress = progress
+        verify_depth(checkpoint)
+        config = checkpoint.config
+        self._rotary = rotary_tensors(config, positions)
+        plain = build_planned(plain_plan(), config, positions)
+        match_tensors(plain, checkpoint, {tensor.name for tensor in self._rotary})
+        self.quantised: dict[str, Blocks] = {}
+        if blocks is not None:
+            found = {name: blocks_of(tensor, blocks) for name, tensor in checkpoint.tensors.items()}
+            self.quantised = {name: own for name, own in found.items() if own is not None}
+
+    def place_weights(self) -> Parts:
+        """What each weights file will hold, and where; nothing is written yet."""
+        stored = DTYPES.get(self.dtype, "F32")
+        tensors: list[OutputTensor] = []
+        for name, tensor in self.checkpoint.tensors.items():
+            blocks = self.quantised.get(name)
+            tensors += stored_as(tensor, stored, blocks=blocks, panel_rows=self.panel_rows)
+        cut = in_files(arrange([*tensors, *self._rotary]), self.layout.largest_file)
+        parts = {self.layout.weights_file(self.dtype, index): part for index, part in enumerate(cut)}
+        for name, part in parts.items():
+            self.places |= places_in(name, part)
+        if (self.quantised or self.panel_rows) and self.checkpoint.config.tie_word_embeddings:
+            # Two names for the same bytes: the operators of head and embedding see them in different shapes.
+            kind = contract.QWEIGHT if self.quantised else "weight"
+            self.places[f"lm_head.{kind}"] = self.places[f"model.embed_tokens.{kind}"]
+        return parts
+
+    def link_weights(self) -> Parts:
+        """Link the checkpoint's files; what is left to be written beside them."""
+        if self.panel_rows:
+            raise UserError("--link: --layout cpu writes weights in an order of its own; drop one of the two")
+        stored = DTYPES.get(self.dtype, self.dtype)
+        tensors = self.checkpoint.tensors
+        if other := next((tensor for tensor in tensors.values() if tensor.dtype != stored), None):
+            raise UserError(
+                f"--link: {other.file.name} holds {other.name} as {other.dtype.lower()}, not {self.dtype}; "
+                "its bytes would change, so drop --link or choose that dtype"
+            )
+        names: dict[Path, str] = {}
+        for file in sorted({tensor.file for tensor in tensors.values()}):
+            in_place = not self.layout.graph_folder
+            name = names[file] = file.name if in_place else self.layout.weights_file(self.dtype, len(names))
+            if name == contract.EXTRA_FILE:
+                raise UserError(f"--link: {file} has the name of a file that an export adds; drop --link")
+            try:
+                # The Hub's cache is made of symlinks, and ONNX Runtime follows none out of the folder.
+                os.link(file.resolve(), self.folder / name)
+            except OSError as error:
+                raise UserError(f"--link: {file}: {error.strerror or error}; drop --link to copy") from None
+            self.files[name] = hash_file(self.folder / name)
+        self.places |= stored_parameters(tensors, names)
+        extra = contract.EXTRA_FILE
+        if self.layout.graph_folder:
+            extra = self.layout.weights_file(self.dtype, len(names))
+        self.places |= places_in(extra, self._rotary)
+        return {extra: self._rotary}
+
+    def write_weights(self, parts: Parts) -> None:
+        """What is not linked, in pieces."""
+        total = sum(tensor.nbytes for part in parts.values() for tensor in part)
+        free = shutil.disk_usage(self.folder).free
+        if total > free:
+            raise UserError(f"{free:,} bytes are free where the export goes, its weights need {total:,}")
+        written = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal written
+            written += nbytes
+            self._progress(written, total)
+
+        for name, tensors in parts.items():
+            self.files[name] = write_safetensors(self.folder / name, tensors, progress=count)
+
+    def write_graphs(self) -> None:
+        """Needs the weights' places, not the weights."""
+        for plan in self._plans:
+            model = build_planned(plan, self.checkpoint.config, self.positions)
+            path = self.folder / plan.file
+            save_graph(model, path, self.places)
+            self.files[plan.file] = hash_file(path)
+            self.graphs.append(graph_spec(plan, model))
+
+    def copy_side_files(self) -> None:
+        """As they are."""
+        for name in SIDE_FILES:
+            if (file := self.checkpoint.folder / name).is_file():
+                shutil.copyfile(file, self.folder / name)
+                self.files[name] = hash_file(self.folder / name)
+
+    def _other_counts(self) -> dict[str, int]:
+        """Weights files of the same layout in each dtype that it comes in, by the name of the graph."""
+        counts = {}
+        for dtype in PORTABLE_DTYPES if self.layout.graph_folder else ():
+            tensors = [converted(tensor, DTYPES[dtype]) for tensor in self.checkpoint.tensors.values()]
+            files = in_files(arrange([*tensors, *self._rotary]), self.layout.largest_file)
+            counts[self.layout.graph_file("model", dtype)] = len(files)
+        return counts
+
+    def write_layout(self, eos_token_ids: tuple[int, ...]) -> list[str]:
+        """The layout's own files; notes for the user."""
+        model_file = self._plans[0].file
+        weights_files = [name for name in self.files if is_weights(name)]
+        exported = Exported(
+            self.folder, self.checkpoint.config, self.dtype, self.positions, eos_token_ids,
+            model_file=model_file, weights_files=weights_files,
+            file_counts=self._other_counts() | {model_file: len(weights_files)},
+        )  # fmt: skip
+        names, notes = self.layout.write(exported)
+        self.files |= {name: hash_file(self.folder / name) for name in names}
+        return notes
+
+
+def hash_file(path: Path) -> FileSpec:
+    """Size and sha256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return FileSpec(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())

@@ -1,0 +1,1 @@
+"""NVIDIA's software: driver, CUDA libraries, TensorRT and its engines."""

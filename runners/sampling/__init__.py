@@ -1,0 +1,1 @@
+"""From logits to a token: what is asked of it, and how it is chosen."""

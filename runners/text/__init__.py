@@ -1,0 +1,1 @@
+"""Text on both sides of the model: prompts to ids, ids to text, where an answer ends and what it means."""

@@ -1,0 +1,58 @@
+"""Which token ids end a model's answer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from qwen_onnx.errors import UserError
+from qwen_onnx.json_file import read_json
+from qwen_onnx.runners.text.template.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate
+from qwen_onnx.runners.text.tokenizer import Tokenizer, special_token_text
+
+END_OF_TURN = "<|im_end|>"
+
+
+def stop_ids(folder: Path, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> frozenset[int]:
+    """Return the ids after which generation stops. Precedence, the first that names any:
+
+    1. `eos_token_id` of generation_config.json (an integer or a list);
+    2. `eos_token_id` of config.json (the same);
+    3. `eos_token` of tokenizer_config.json, if it is a token of the tokenizer.
+
+    To these is added `<|im_end|>` when the chat template writes it and the tokenizer has it as a token: base
+    models turned chat models often keep an end of text that their template never uses. Missing files, missing keys
+    and nulls name none.
+
+    Raises UserError, naming the file and the key, for a value of another type or a negative id.
+    """
+    ids = _eos_token_ids(folder / "generation_config.json") or _eos_token_ids(folder / "config.json")
+    if tokenizer is None:  # ids can be named without one, tokens cannot
+        return ids
+    if not ids:
+        ids = _eos_token(folder / TOKENIZER_CONFIG_FILE, tokenizer)
+    if template is not None and END_OF_TURN in template.source:
+        ids |= _id_set(tokenizer.token_id(END_OF_TURN))
+    return ids
+
+
+def _eos_token_ids(path: Path) -> frozenset[int]:
+    value = _read_if_present(path).get("eos_token_id")
+    if value is None:
+        return frozenset()
+    ids = value if isinstance(value, list) else [value]
+    # `True` is an int to Python, and would stop at token 1.
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+        raise UserError(f"{path}: eos_token_id must be a token id, a list of them or null; found {value!r}")
+    return frozenset(ids)
+
+
+def _eos_token(path: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    text = special_token_text(_read_if_present(path), "eos_token", path=path)
+    return frozenset() if text is None else _id_set(tokenizer.token_id(text))
+
+
+def _id_set(token_id: int | None) -> frozenset[int]:
+    return frozenset() if token_id is None else frozenset({token_id})
+
+
+def _read_if_present(path: Path) -> Mapping[str, object]:
+    return read_json(path) if path.exists() else {}

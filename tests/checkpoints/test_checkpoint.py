@@ -1,0 +1,235 @@
+"""open_checkpoint: stale, incomplete and hostile folders, and whether the head is the embedding or its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from qwen_onnx.checkpoints.checkpoint import INDEX_FILE, Checkpoint, open_checkpoint
+from support.checkpoints import QWEN2, QWEN2_UNTIED, write_checkpoint
+from support.refusals import refused
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two shards and their index."""
+    write_checkpoint(tmp_path / "model", QWEN2_UNTIED, shards=2)
+    return tmp_path / "model"
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    index = json.loads((folder / INDEX_FILE).read_text())
+    change(index)
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+
+
+def assert_holds(checkpoint: Checkpoint, tensors: dict[str, np.ndarray]) -> None:
+    assert checkpoint.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert checkpoint.read(name).dtype == tensor.dtype
+        np.testing.assert_array_equal(checkpoint.read(name), tensor)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_reads_what_was_stored(tmp_path: Path, dtype: Any, shards: int) -> None:
+    """Fault: a tensor from another shard, or off by some bytes."""
+    tensors = write_checkpoint(tmp_path, QWEN2_UNTIED, dtype=dtype, shards=shards)
+    checkpoint = open_checkpoint(tmp_path)
+    assert_holds(checkpoint, tensors)
+    assert checkpoint.notes == ()
+
+
+def test_missing_shard_is_named(sharded: Path) -> None:
+    """Fault (A21 a in docs/faults.md): a download that stopped half-way is loaded as it is."""
+    (sharded / SECOND).unlink()
+    refused(open_checkpoint, sharded, mentions=(SECOND, "incomplete download"))
+
+
+def test_truncated_shard_is_named(sharded: Path) -> None:
+    """Fault (A21 b): the tail of a truncated shard read as zeros, or a crash where it is read."""
+    with (sharded / SECOND).open("r+b") as file:
+        file.truncate((sharded / SECOND).stat().st_size - 1)
+    refused(open_checkpoint, sharded, mentions=(SECOND, "incomplete download"))
+
+
+def test_other_model_beside_the_shards_is_ignored_with_a_note(sharded: Path, tmp_path: Path) -> None:
+    """Fault (A21 c): a leftover model.safetensors read in the place of the shards that the index names."""
+    wanted = {name: tensor.numpy().copy() for name, tensor in open_checkpoint(sharded).tensors.items()}
+    write_checkpoint(tmp_path / "other", QWEN2_UNTIED, seed=1)
+    shutil.copy(tmp_path / "other" / "model.safetensors", sharded)
+    shutil.copy(sharded / SECOND, sharded / "model-00009-of-00009.safetensors")
+    checkpoint = open_checkpoint(sharded)
+    assert_holds(checkpoint, wanted)
+    (note,) = checkpoint.notes
+    assert "model.safetensors" in note
+    assert "model-00009-of-00009.safetensors" in note
+
+
+def test_tensor_that_is_not_in_its_shard_is_named(sharded: Path) -> None:
+    """Fault (A21 d): a KeyError, or the tensor taken from the shard where it happens to be."""
+    edit_index(sharded, lambda index: index["weight_map"].update({EMBEDDING: SECOND}))
+    refused(open_checkpoint, sharded, mentions=(SECOND, EMBEDDING))
+
+
+def test_tensor_that_the_index_does_not_name_is_ignored_with_a_note(sharded: Path) -> None:
+    """Fault: a stale tensor of an earlier version of the shard becomes part of the model."""
+    edit_index(sharded, lambda index: index["weight_map"].pop("model.norm.weight"))
+    checkpoint = open_checkpoint(sharded)
+    assert "model.norm.weight" not in checkpoint.tensors
+    assert any(SECOND in note and "model.norm.weight" in note for note in checkpoint.notes)
+
+
+def test_shards_without_an_index(sharded: Path) -> None:
+    """Fault (A21 e): the folder refused, or read although a shard is missing."""
+    wanted = {name: tensor.numpy().copy() for name, tensor in open_checkpoint(sharded).tensors.items()}
+    (sharded / INDEX_FILE).unlink()
+    shutil.copy(sharded / FIRST, sharded / "model-00003-of-00002.safetensors")  # its name says: no part of it
+    checkpoint = open_checkpoint(sharded)
+    assert_holds(checkpoint, wanted)
+    assert "model-00003-of-00002.safetensors" in checkpoint.notes[0]
+    (sharded / FIRST).unlink()
+    refused(open_checkpoint, sharded, mentions=(sharded, FIRST, "incomplete download"))
+
+
+def test_two_sets_of_shards_without_an_index(sharded: Path) -> None:
+    """Fault: tensors of two models mixed."""
+    (sharded / INDEX_FILE).unlink()
+    shutil.copy(sharded / FIRST, sharded / "model-00001-of-00001.safetensors")
+    refused(open_checkpoint, sharded, mentions=(sharded, "[1, 2]"))
+
+
+def test_same_tensor_in_two_shards_without_an_index(tmp_path: Path) -> None:
+    """Fault: whichever comes last is used."""
+    tensors = write_checkpoint(tmp_path, QWEN2)
+    (tmp_path / "model.safetensors").unlink()
+    for file in (FIRST, SECOND):
+        safetensors.numpy.save_file({EMBEDDING: tensors[EMBEDDING]}, tmp_path / file)
+    refused(open_checkpoint, tmp_path, mentions=(SECOND, EMBEDDING, FIRST))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../model.safetensors", "/model.safetensors", "sub/model.safetensors", "sub\\model.safetensors",
+        "..\\model.safetensors", "..", ".", "", "a\0.safetensors", "a\n.safetensors", "config.json",
+        "prefill.onnx", None, 1, True, ["model.safetensors"], {},
+    ],
+)  # fmt: skip
+def test_index_naming_no_safetensors_file_of_the_folder(sharded: Path, file: Any) -> None:
+    """Fault: a file outside the folder read, or one whose name an export gives to something else."""
+    shutil.copy(sharded / FIRST, sharded.parent / "model.safetensors")
+    edit_index(sharded, lambda index: index["weight_map"].update({EMBEDDING: file}))
+    refused(open_checkpoint, sharded, mentions=(INDEX_FILE, EMBEDDING))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "null", "1", "{}", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": {}}',
+        '{"weight_map": "model.safetensors"}', "[" * 100_000, '{"weight_map": {"a\\nb": "model.safetensors"}}',
+    ],
+)  # fmt: skip
+def test_malformed_index_is_named(sharded: Path, content: str) -> None:
+    """Fault: a traceback; or the index passed over, and shards read that it might not name."""
+    (sharded / INDEX_FILE).write_text(content)
+    refused(open_checkpoint, sharded, mentions=(INDEX_FILE,))
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "qwen-q4.gguf"])
+def test_other_formats_are_named(tmp_path: Path, file: str) -> None:
+    """Fault: "no weights" of a folder that plainly has some."""
+    write_checkpoint(tmp_path, QWEN2)
+    (tmp_path / "model.safetensors").rename(tmp_path / file)
+    refused(open_checkpoint, tmp_path, mentions=(tmp_path, "model.safetensors", file))
+
+
+def test_adapter_is_refused(tmp_path: Path) -> None:
+    """Fault: the base model exported, and the adapter beside it left out without a word."""
+    write_checkpoint(tmp_path, QWEN2)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused(open_checkpoint, tmp_path, mentions=("adapter_config.json", "merge"))
+
+
+def test_no_folder_no_config_no_weights(tmp_path: Path) -> None:
+    """Fault: a traceback for a wrong path."""
+    refused(open_checkpoint, tmp_path / "none", mentions=(tmp_path / "none",))
+    refused(open_checkpoint, tmp_path, mentions=("config.json", "no such file"))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    refused(open_checkpoint, tmp_path, mentions=(tmp_path, "model.safetensors"))
+    (tmp_path / "model.safetensors").symlink_to("gone")  # a cache whose blob was deleted
+    refused(open_checkpoint, tmp_path, mentions=("model.safetensors", "no such file"))
+
+
+def test_architecture_is_refused_before_weights_are_touched(sharded: Path) -> None:
+    """Fault (A5): a long wait, or a complaint about tensors, where the architecture is not supported."""
+    (sharded / "config.json").write_text(json.dumps({**QWEN2, "model_type": "llama", "architectures": None}))
+    (sharded / FIRST).write_bytes(b"")
+    refused(open_checkpoint, sharded, mentions=("llama", "Qwen2ForCausalLM", "Qwen3ForCausalLM"))
+
+
+def test_stored_rotary_frequencies_are_passed_over(tmp_path: Path) -> None:
+    """Fault: checkpoints of old transformers versions refused for a buffer that is computed anyway."""
+    tensors = write_checkpoint(tmp_path, QWEN2)
+    stored = {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    assert_holds(open_checkpoint(tmp_path), tensors)
+
+
+def test_symlinked_files_as_in_the_hub_cache(sharded: Path, tmp_path: Path) -> None:
+    """Fault C5: a cached model refused because its files are links into another folder."""
+    wanted = {name: tensor.numpy().copy() for name, tensor in open_checkpoint(sharded).tensors.items()}
+    snapshot = tmp_path / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(sharded.iterdir())):
+        (snapshot / file.name).symlink_to(Path("../..", "model", file.rename(sharded / f"blob{number}").name))
+    assert_holds(open_checkpoint(snapshot), wanted)
+
+
+@pytest.mark.parametrize(
+    ("lm_head", "says_tied", "is_tied", "noted"),
+    [
+        ("own", True, False, True),
+        ("own", False, False, False),
+        ("copy", True, True, False),
+        ("copy", False, True, False),
+        ("absent", True, True, False),
+    ],
+)
+def test_tensors_decide_whether_the_head_is_tied(
+    tmp_path: Path, lm_head: Any, says_tied: bool, is_tied: bool, noted: bool
+) -> None:
+    """Fault (A15): fluent-looking garbage from the wrong matrix, where flag and tensors disagree."""
+    tensors = write_checkpoint(tmp_path, {**QWEN2, "tie_word_embeddings": says_tied}, lm_head=lm_head)
+    if is_tied:
+        tensors.pop(HEAD, None)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.tie_word_embeddings == is_tied
+    assert_holds(checkpoint, tensors)
+    assert [HEAD in note for note in checkpoint.notes] == [True] * noted
+
+
+def test_absent_head_that_is_not_tied_is_an_error(tmp_path: Path) -> None:
+    """Fault (A15): the embedding taken for a head that was not downloaded."""
+    write_checkpoint(tmp_path, QWEN2_UNTIED, lm_head="absent")
+    refused(open_checkpoint, tmp_path, mentions=(HEAD, "tie_word_embeddings"))
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_heads_that_differ_in_one_number_are_two(tmp_path: Path, place: int) -> None:
+    """Fault: equality judged by a sample."""
+    tensors = write_checkpoint(tmp_path, QWEN2, lm_head="copy", dtype="BF16")
+    tensors[HEAD].flat[place] += ml_dtypes.bfloat16(1)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    assert not open_checkpoint(tmp_path).config.tie_word_embeddings

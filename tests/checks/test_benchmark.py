@@ -1,0 +1,87 @@
+"""`qwen-onnx bench`: what it counts, and what it refuses. Its times are nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from qwen_onnx.checkpoints.safetensors_file import read_header
+from qwen_onnx.checks import benchmark
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.session import SessionOptions
+from support.chats import tiny
+from support.command import command
+
+SHORT = ("--prompt-tokens", 9, "--new-tokens", 5, "--repeats", 2, "--provider", "cpu", "--threads", 1)
+
+
+@pytest.fixture(autouse=True)
+def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "_PROBE_BYTES", 1 << 20)
+
+
+def test_json_holds_every_figure() -> None:
+    ran = command("bench", tiny("int4"), *SHORT, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    found = json.loads(ran.out)
+    assert (found["prompt_tokens"], found["new_tokens"], found["repeats"], found["threads"]) == (9, 5, 2, 1)
+    assert found["dtype"] == "int4"
+    for name in ("ttft_ms", "tokens_per_s", "step_ms"):
+        spread = found[name]
+        assert 0 < spread["low"] <= spread["median"] <= spread["high"]
+    for name in ("load_s", "outside_ms", "bytes_per_step", "bandwidth_gb_s", "bandwidth_share"):
+        assert found[name] > 0, name
+    assert found["outside_ms"] < found["step_ms"]["median"]
+    assert found["weights_bytes"] == (tiny("int4") / "weights.safetensors").stat().st_size
+
+
+def test_text_says_it_in_lines() -> None:
+    ran = command("bench", tiny("f32"), *SHORT)
+    assert ran.code == 0
+    for words in ("TTFT", "decode", "tokens/s", "outside ORT", "GB/s measured here", "memory", "onnxruntime"):
+        assert words in ran.out
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
+def test_a_step_reads_each_weight_once(dtype: str) -> None:
+    """The rotary tables counted, the cache forgotten, bf16 weights as if they were not f32 in memory."""
+    runner = Runner(tiny(dtype), SessionOptions("cpu", threads=1))
+    tensors = read_header(runner.folder / "weights.safetensors")
+    read = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("rotary."))
+    widened = 2 if dtype == "bf16" else 1
+    manifest = runner.manifest
+    token = 2 * manifest.num_hidden_layers * manifest.num_key_value_heads * manifest.head_dim * 4
+    assert benchmark.step_bytes(runner, 100) == read * widened + 100 * token
+
+
+def test_lengths_that_cannot_be_are_refused_in_one_line() -> None:
+    export = tiny("f32")
+    for arguments, words in (
+        (("--prompt-tokens", 0), "--prompt-tokens 0: 1 or more"),
+        (("--new-tokens", 1), "--new-tokens 1: 2 or more"),
+        (("--repeats", 0), "--repeats 0: 1 or more"),
+        (("--prompt-tokens", 100_000), "the context holds"),
+        (("--provider", "gpu"), "gpu"),
+        (("--no-prepack",), None),
+    ):
+        ran = command("bench", export, *SHORT, *arguments)
+        assert words in ran.error if words else ran.code == 0
+    assert "--no-prepack" in command("bench", tiny("int8"), *SHORT, "--no-prepack").error
+    assert "no such export" in command("bench", export / "nothing").error
+
+
+def test_repacked_weights_give_the_same_logits() -> None:
+    ids = np.arange(3, 40)[None]
+    found = []
+    for prepack in (None, True):
+        runner = Runner(tiny("f32"), SessionOptions("cpu", threads=1, prepack=prepack))
+        cache = runner.new_cache()
+        found.append(np.concatenate([runner.prefill(cache, ids), runner.decode(cache, ids[:, :1])]))
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+
+
+def test_bandwidth_is_a_number() -> None:
+    assert 0 < benchmark.read_bandwidth(2) < math.inf

@@ -1,0 +1,131 @@
+"""`qwen-onnx info`: what an export is, on one screen, without loading it."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import onnx
+import pytest
+
+from qwen_onnx.manifest import read_manifest
+from support.chats import copy_export, endless, endless_checkpoint
+from support.command import command
+from support.damage import WEIGHTS
+
+
+def info(folder: Path) -> list[str]:
+    ran = command("info", folder)
+    assert (ran.code, ran.err) == (0, "")
+    return ran.out.splitlines()
+
+
+def test_the_manifest_is_told() -> None:
+    lines = info(endless())
+    manifest = read_manifest(endless())
+    told = {line[:10].strip(): line[11:] for line in lines[: lines.index("")]}
+    assert told["model"] == "endless"
+    assert told["kind"] == "Qwen2ForCausalLM, 3 layers, 2 key/value heads of 16, vocabulary 400"
+    assert told["dtype"] == "f32"
+    assert told["context"] == "4096 tokens"
+    assert told["end tokens"] == ", ".join(map(str, manifest.eos_token_ids))
+    assert told["needs"] == f"ONNX Runtime {manifest.min_onnxruntime} or newer"
+    for package, version in manifest.packages.items():
+        assert f"{package} {version}" in told["made with"]
+    assert "none yet" in told["golden ids"]
+
+
+def test_files_and_their_sizes() -> None:
+    lines = info(endless())
+    for file in endless().iterdir():
+        if file.name != "export.json":
+            assert any(line.split() == [f"{file.stat().st_size:,}", file.name] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "float_type"), [("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16")]
+)
+def test_inputs_and_outputs_with_the_layers_folded(dtype: str, float_type: str) -> None:
+    """Sixty lines of past_key_values, and the one that differs among them."""
+    text = "\n".join(info(endless(dtype)))
+    cache = f"{float_type} [batch_size, 2, cache_capacity, 16]"
+    for line in (
+        "  in   input_ids: int64 [batch_size, sequence_length]",
+        "  in   attention_mask: int64 [batch_size, total_sequence_length]",
+        "  in   position_ids: int64 [batch_size, sequence_length]",
+        "  in   write_indices: int64 [batch_size]",
+        f"  in   past_key_values.N.key: {cache}",
+        f"  in   past_key_values.N.value: {cache}",
+        "  out  logits: float32 [batch_size, 1, 400]",
+        f"  out  present.N.key: {cache}",
+        f"  out  present.N.value: {cache}",
+    ):
+        assert line in text
+    assert ".0." not in text
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_operators_are_counted_by_domain(dtype: str) -> None:
+    """IsNaN nodes that alarm; operators that tie a file to one runtime."""
+    lines = info(endless(dtype))
+    for graph in read_manifest(endless(dtype)).graphs:
+        nodes = onnx.load(endless(dtype) / graph.file, load_external_data=False).graph.node
+        start = next(i for i, line in enumerate(lines) if line.startswith(f"{graph.file}: {graph.entry}, "))
+        section = lines[start : lines.index("", start) if "" in lines[start:] else None]
+        counted = [line for line in section if " nodes of " in line]
+        assert len(counted) == len({node.domain for node in nodes})
+        [line] = [line for line in counted if " nodes of ai.onnx: " in line]
+        head, listed = line.strip().split(": ")
+        own = [node.op_type for node in nodes if node.domain == ""]
+        assert head == f"{len(own)} nodes of ai.onnx"
+        pairs = (item.rsplit(" ", 1) for item in listed.split(", "))
+        assert {name: int(count) for name, count in pairs} == collections.Counter(own)
+        assert "IsNaN" not in listed
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_graphs_are_small_and_of_standard_operators_but_for_contrib(dtype: str) -> None:
+    """Operators that lock a file to one runtime, unasked; hundreds of nodes a layer that nobody can read."""
+    for graph in read_manifest(endless(dtype)).graphs:
+        nodes = onnx.load(endless(dtype) / graph.file, load_external_data=False).graph.node
+        fused = graph.lowering in ("contrib", "static-grouped") and graph.entry != "grow"
+        contrib = {"com.microsoft"} if fused else set()
+        assert {node.domain for node in nodes} == {"", *contrib}
+        # Primitives only: the norms and the rotation spelled out.
+        assert len(nodes) < (100 if graph.lowering == "portable" else 60) * 3
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_inputs_of_contrib_graphs(dtype: str) -> None:
+    """A scalar, and integers of 32 bits."""
+    text = "\n".join(info(endless(dtype)))
+    head = "decode.onnx: decode, contrib, ai.onnx 24, com.microsoft 1, for cuda\n"
+    section = text[text.index(head) :].split("\n\n")[0]
+    for line in ("seqlens_k: int32 [batch_size]", "total_sequence_length: int32 []"):
+        assert f"  in   {line}\n" in section
+    assert "GroupQueryAttention 3" in section
+
+
+def test_weights_are_not_needed(tmp_path: Path) -> None:
+    """Gigabytes read to list inputs."""
+    folder = copy_export(endless(), tmp_path / "copy")
+    (folder / WEIGHTS).unlink()
+    assert info(folder) == info(endless())
+
+
+def test_recorded_golden_ids_are_counted(tmp_path: Path) -> None:
+    folder = copy_export(endless(), tmp_path / "copy")
+    assert command("check", folder, "--provider", "cpu").code == 0
+    assert "golden ids 32" in info(folder)
+
+
+def test_a_damaged_graph_is_one_line(tmp_path: Path) -> None:
+    folder = copy_export(endless(), tmp_path / "copy")
+    (folder / "decode.onnx").write_bytes(b"\xff" * 1000)
+    assert "decode.onnx: not an ONNX file" in command("info", folder).error
+    (folder / "decode.onnx").unlink()
+    assert "decode.onnx: missing" in command("info", folder).error
+
+
+def test_a_checkpoint_is_no_export() -> None:
+    assert "make one with `qwen-onnx export`" in command("info", endless_checkpoint()).error

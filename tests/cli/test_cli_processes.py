@@ -1,0 +1,182 @@
+"""`qwen-onnx` as a process: signals, pipes that close, terminals that cannot show what is said."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qwen_onnx.cli import progress as making
+from qwen_onnx.cli import run as running
+from qwen_onnx.errors import ExportRunningError
+from support.chats import endless, tiny
+from support.command import child, command
+
+LONG = ("--ignore-eos", "--max-new-tokens", 100_000, "--provider", "cpu")
+PATIENCE = 120  # seconds: of a slow machine, not of the program
+
+# Says so when three tokens are made, so that a signal can be sent in the middle of an answer.
+SAY_WHEN = """
+import sys
+from qwen_onnx.runners.chat import Chat
+generate = Chat.stream
+def announcing(*args, **kwargs):
+    for made, token in enumerate(generate(*args, **kwargs), start=1):
+        yield token
+        if made == 3:
+            print("three made", file=sys.stderr, flush=True)
+Chat.stream = announcing
+"""
+
+
+def finish(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    assert b"Traceback" not in err
+    assert b"Exception ignored" not in err
+    return process.returncode, out.decode(), err.decode()
+
+
+def test_the_installed_command_answers() -> None:
+    """An entry point that names nothing; an answer that waits for a line end."""
+    with child("run", tiny(), "-p", "What is 3 plus 4?", "--provider", "cpu") as process:
+        assert finish(process) == (0, "3 plus 4 is 7.\n", "")
+
+
+def test_first_runs_at_once_share_one_export(tmp_path: Path) -> None:
+    """All but one end with an error, or each makes an export of its own."""
+    arguments = (
+        "run",
+        "tiny",
+        "-p",
+        "What is 3 plus 4?",
+        "--provider",
+        "cpu",
+        "--cache-dir",
+        tmp_path / "cache",
+    )
+    with child(*arguments) as first, child(*arguments) as second:
+        for process in (first, second):
+            code, out, err = finish(process)
+            assert (code, out) == (0, "3 plus 4 is 7.\n"), err
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_first_run_waits_for_the_export_that_another_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that gives up, or that waits for ever for a process that was killed."""
+    made: list[Path] = []
+    real = making.make_export
+
+    def busy_twice(source: object, path: Path, **options: object) -> object:
+        made.append(path)
+        if len(made) < 3:
+            raise ExportRunningError(f"{path}: another export to it is running")
+        return real(source, path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(making, "make_export", busy_twice)
+    monkeypatch.setattr(running, "_LOOK_AGAIN", 0)
+    ran = command("run", "tiny", "-p", "What is 3 plus 4?", "--provider", "cpu", "--cache-dir", tmp_path)
+    assert (ran.code, ran.out, len(made)) == (0, "3 plus 4 is 7.\n", 3)
+    assert ran.err.count("another process is exporting it: waiting") == 1
+
+
+def test_a_piped_prompt_and_a_closed_stdin() -> None:
+    arguments = ("run", tiny(), "--provider", "cpu")
+    with child(*arguments, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"What is 3 plus 4?\n")
+        process.stdin.close()
+        process.stdin = None
+        assert finish(process) == (0, "3 plus 4 is 7.\n", "")
+    with child(*arguments, program="import sys; sys.stdin = None") as process:
+        assert finish(process) == (1, "", "error: stdin is closed: give the prompt with -p or --prompt-ids\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are another thing there")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_ends_the_answer_and_keeps_what_there_is(as_json: bool) -> None:
+    """The whole answer lost to a traceback, or exit code 0 for half of one."""
+    arguments = ("run", endless(), "-p", "Hi", *LONG, *(["--json"] if as_json else []))
+    with child(*arguments, program=SAY_WHEN) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"three made\n"
+        process.send_signal(signal.SIGINT)
+        code, out, err = finish(process)
+    assert (code, err) == (130, "")
+    if as_json:
+        answer = json.loads(out)
+        assert answer["finish_reason"] == "interrupted"
+        assert len(answer["token_ids"]) >= 3
+        assert answer["text"]
+    else:
+        assert len(out) > 1
+        assert out.endswith("\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are another thing there")
+def test_ctrl_c_before_the_answer_is_no_traceback() -> None:
+    program = (
+        "import signal, qwen_onnx.cli.run as running\n"
+        "running._open = lambda options: signal.raise_signal(signal.SIGINT)"
+    )
+    with child("run", endless(), "-p", "Hi", program=program) as process:
+        code, out, _ = finish(process)
+    assert (code, out) == (130, "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes close otherwise there")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_reader_that_leaves_ends_the_program_quietly(as_json: bool) -> None:
+    """`qwen-onnx run ... | head -c 1` prints a traceback."""
+    with child(
+        "run", endless(), "-p", "Hi", *(["--json", "--max-new-tokens", 3] if as_json else LONG)
+    ) as process:
+        assert process.stdout is not None
+        if not as_json:
+            assert process.stdout.read(1)
+        process.stdout.close()
+        process.stdout = None
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode not in (0, None)
+    assert err.decode().splitlines() in ([], ["provider: cpu"])
+
+
+def test_a_terminal_that_knows_ascii_only_shows_question_marks() -> None:
+    """UnicodeEncodeError in the middle of an answer."""
+    for dumb in ({"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "cp1252"}):
+        with child(
+            "run", endless(), "-p", "é", "--max-new-tokens", 60, "--provider", "cpu", environment=dumb
+        ) as process:
+            out, err = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, err) == (0, b"")
+        assert b"?" in out
+        out.decode(dumb["PYTHONIOENCODING"])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="shells are another thing there")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
+def test_a_closed_stream_is_as_good_as_none(closed: str, tmp_path: Path) -> None:
+    """A traceback for a stream that is not there; or its number given to a file, which then gets the answer."""
+    program = f"{sys.executable} -c 'from qwen_onnx.cli.main import main; main()'"
+    for arguments in (f"run {tiny()} -p Hi --max-new-tokens 2 --provider cpu", f"info {tiny()}", "--help"):
+        done = subprocess.run(f"{program} {arguments} {closed}", shell=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert b"Traceback" not in done.stderr
+        assert bool(done.stdout) == (not closed.startswith(">"))
+    asked = f"export tiny {tmp_path / 'out'} --force"
+    done = subprocess.run(f"{program} {asked} {closed}", shell=True, capture_output=True, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert command("check", tmp_path / "out", "--provider", "cpu").code == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    with Path("/dev/full").open("wb") as full, child("info", endless(), stdout=full) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.decode().splitlines() == ["error: stdout: No space left on device"]

@@ -1,0 +1,369 @@
+"""Block quantisation: the bytes as ONNX Runtime's own kernels read them, the error per block, and what is refused."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from qwen_onnx.errors import UserError
+from qwen_onnx.exports.quantize import BLOCK_SIZES, Scheme, dequantise, quantise
+
+SCHEMES = [Scheme(bits, size) for bits in (4, 8) for size in BLOCK_SIZES]
+ROWS = 24
+
+any_scheme = pytest.mark.parametrize(
+    "scheme", SCHEMES, ids=lambda scheme: f"{scheme.bits}x{scheme.block_size}"
+)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def heavy(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_t(4, shape).astype(np.float32)
+
+
+def codes_of(packed: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """Code by code, as the operators' documentation says it: less the zero point, [n, padded columns]."""
+    codes = packed.astype(int)
+    if scheme.bits == 4:
+        codes = np.array([[half for byte in row for half in (byte % 16, byte // 16)] for row in codes])
+    return codes - scheme.zero_point
+
+
+def in_blocks(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """f64 [n, blocks, block_size], zeros appended."""
+    n, columns = rows.shape
+    padded = np.zeros((n, scheme.blocks(columns) * scheme.block_size))
+    padded[:, :columns] = rows
+    return padded.reshape(n, -1, scheme.block_size)
+
+
+def plain_errors(rows: np.ndarray, scheme: Scheme) -> list[np.ndarray]:
+    """Norms of the errors, [n, blocks], of rounding by max|x| and by the extreme on the lowest code."""
+    blocks = in_blocks(rows, scheme)
+    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., np.newaxis], -1)
+    errors = []
+    for steps in (scheme.zero_point - 1, -scheme.zero_point):
+        scale = np.where(extreme, extreme, 1) / steps
+        rounded = np.clip(np.rint(blocks / scale), -scheme.zero_point, scheme.zero_point - 1)
+        errors.append(np.linalg.norm(blocks - rounded * scale, axis=-1))
+    return errors
+
+
+def error_of(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """Norm of the error of each block, [n, blocks]."""
+    read = dequantise(*quantise(rows, scheme), rows.shape[1], scheme)
+    return np.linalg.norm(in_blocks(rows, scheme) - in_blocks(read, scheme), axis=-1)
+
+
+def run(
+    folder: Path,
+    nodes: list[onnx.NodeProto],
+    feeds: dict[str, np.ndarray],
+    stored: dict[str, tuple[Any, ...]],
+) -> list[np.ndarray]:
+    """All of the nodes' outputs. `stored`: initializers in a file, as (array, dims); an array is written once."""
+    places: dict[int, tuple[int, int]] = {}
+    initializers = []
+    with (folder / "weights").open("wb") as file:
+        for name, (array, dims) in stored.items():
+            if id(array) not in places:
+                file.write(bytes(-file.tell() % 4096))
+                places[id(array)] = file.tell(), array.nbytes
+                file.write(array.tobytes())
+            offset, length = places[id(array)]
+            tensor = TensorProto(
+                name=name, dims=dims, data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+                data_location=TensorProto.EXTERNAL,
+            )  # fmt: skip
+            for key, value in (("location", "weights"), ("offset", offset), ("length", length)):
+                tensor.external_data.add(key=key, value=str(value))
+            initializers.append(tensor)
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+        for name, value in feeds.items()
+    ]
+    outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for node in nodes for name in node.output
+    ]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(nodes, "quantised", inputs, outputs, initializers)
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), str(folder / "model.onnx"))
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(
+        str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
+    )
+    results: list[np.ndarray] = session.run(None, feeds)
+    return results
+
+
+def in_three(packed: np.ndarray, scales: np.ndarray) -> tuple[int, int, int]:
+    """The dims that MatMulNBits wants: [n, blocks, bytes of a block]."""
+    n, blocks = scales.shape
+    return n, blocks, packed.shape[1] // blocks
+
+
+def matmul(scheme: Scheme, columns: int, accuracy_level: int) -> onnx.NodeProto:
+    return helper.make_node(
+        "MatMulNBits", ["A", "B", "scales"], ["Y"], domain="com.microsoft",
+        K=columns, N=ROWS, bits=scheme.bits, block_size=scheme.block_size, accuracy_level=accuracy_level,
+    )  # fmt: skip
+
+
+def multiplied(
+    folder: Path, scheme: Scheme, rows: np.ndarray, activations: np.ndarray, accuracy_level: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """activations @ rows.T by MatMulNBits, and the rows that are in its initializers."""
+    columns = rows.shape[1]
+    packed, scales = quantise(rows, scheme)
+    stored = {"B": (packed, in_three(packed, scales)), "scales": (scales, scales.shape)}
+    [result] = run(folder, [matmul(scheme, columns, accuracy_level)], {"A": activations}, stored)
+    return result, dequantise(packed, scales, columns, scheme)
+
+
+@any_scheme
+@pytest.mark.parametrize("columns", [256, 200, 7])
+def test_matmulnbits_reads_what_dequantise_reads(scheme: Scheme, columns: int, tmp_path: Path) -> None:
+    """Halves of a byte swapped, another zero point, blocks or scales in another order, padding that counts."""
+    result, read = multiplied(tmp_path, scheme, normal(ROWS, columns), np.eye(columns, dtype=np.float32), 0)
+    np.testing.assert_array_equal(result.T, read)
+
+
+@any_scheme
+@pytest.mark.parametrize("columns", [256, 200])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_fast_matmulnbits_differs_by_its_rounding_of_activations(
+    scheme: Scheme, columns: int, tokens: int, tmp_path: Path
+) -> None:
+    """Accuracy level 4 multiplies integers by kernels of its own: a layout they alone take otherwise."""
+    activations = normal(tokens, columns, seed=1)
+    result, read = multiplied(tmp_path, scheme, normal(ROWS, columns), activations, 4)
+    wanted = activations.astype(np.float64) @ read.astype(np.float64).T
+    # Each block of activations is rounded to a 127th of its largest; 0.8 % was seen.
+    assert np.linalg.norm(result - wanted) < 0.02 * np.linalg.norm(wanted)
+    # Activations of 0 and 1 are not rounded at all.
+    result, read = multiplied(tmp_path, scheme, normal(ROWS, columns), np.eye(columns, dtype=np.float32), 4)
+    np.testing.assert_allclose(result.T, read, rtol=1e-6, atol=1e-6 * np.abs(read).max())
+
+
+@any_scheme
+def test_largest_codes_do_not_saturate_the_fast_kernels(scheme: Scheme, tmp_path: Path) -> None:
+    """Pairs of 8-bit products added in 16 bits: wrong sums, and only where codes and activations are large."""
+    rows = np.where(normal(ROWS, 256) < -1.5, -1, 1).astype(np.float32)
+    activations = np.ones((4, 256), np.float32)
+    result, read = multiplied(tmp_path, scheme, rows, activations, 4)
+    np.testing.assert_allclose(result, activations @ read.T, rtol=1e-5)
+
+
+@any_scheme
+def test_embedding_and_head_share_the_bytes(scheme: Scheme, tmp_path: Path) -> None:
+    """Tied weights stored twice, or a gather that reads the file's bytes otherwise than the product does."""
+    packed, scales = quantise(heavy(ROWS, 256), scheme)
+    read = dequantise(packed, scales, 256, scheme)
+    gather = helper.make_node(
+        "GatherBlockQuantized", ["data", "ids", "scales"], ["E"], domain="com.microsoft",
+        gather_axis=0, quantize_axis=1, bits=scheme.bits, block_size=scheme.block_size,
+    )  # fmt: skip
+    stored = {
+        "B": (packed, in_three(packed, scales)),
+        "data": (packed, packed.shape),
+        "scales": (scales, scales.shape),
+    }
+    ids = np.array([[3, 0, ROWS - 1], [3, 7, 1]])
+    feeds = {"A": np.eye(256, dtype=np.float32), "ids": ids}
+    product, gathered = run(tmp_path, [matmul(scheme, 256, 0), gather], feeds, stored)
+    np.testing.assert_array_equal(gathered, read[ids])
+    np.testing.assert_array_equal(product.T, read)
+    assert (tmp_path / "weights").stat().st_size < packed.nbytes + scales.nbytes + 8192
+
+
+@any_scheme
+@pytest.mark.parametrize("columns", [1, 7, 128, 200, 333])
+def test_codes_and_padding(scheme: Scheme, columns: int) -> None:
+    """Codes that wrapped around, shapes that the operators refuse, padding that is not worth 0."""
+    rows = heavy(5, columns)
+    packed, scales = quantise(rows, scheme)
+    blocks = -(-columns // scheme.block_size)
+    assert (packed.dtype, scales.dtype) == (np.uint8, np.float32)
+    assert (
+        packed.shape == (5, scheme.row_bytes(columns)) == (5, blocks * scheme.block_size * scheme.bits // 8)
+    )
+    assert scales.shape == (5, blocks)
+    codes = codes_of(packed, scheme)
+    assert not codes[:, columns:].any()
+    by_hand = (codes * np.repeat(scales.astype(np.float64), scheme.block_size, axis=1))[:, :columns]
+    np.testing.assert_allclose(dequantise(packed, scales, columns, scheme), by_hand, rtol=1e-6)
+    assert (rows * by_hand >= 0).all()  # a code that wraps around changes its sign
+
+
+def magnitudes() -> st.SearchStrategy[float]:
+    """Weights of any size at which an f32 scale still has all its digits, and 0."""
+    sizes = st.floats(2.0**-100, 2.0**100, width=32)
+    return st.one_of(st.just(0.0), sizes, sizes.map(lambda size: -size), st.floats(-1, 1, width=16))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_no_block_is_worse_than_rounded_plainly(data: st.DataObject) -> None:
+    """A search that prefers a worse scale, or a fit that overflows, vanishes or cancels for some block."""
+    scheme = data.draw(st.sampled_from(SCHEMES))
+    columns = data.draw(st.integers(1, 2 * scheme.block_size + 1))
+    values = data.draw(st.lists(magnitudes(), min_size=1, max_size=40))
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    rows = np.random.default_rng(seed).choice(np.array(values, np.float32), (3, columns))
+    # A scale and a product are f32 numbers: the slack is their last digit.
+    slack = 2e-7 * np.linalg.norm(in_blocks(rows, scheme), axis=-1)
+    error = error_of(rows, scheme)
+    for plain in plain_errors(rows, scheme):
+        assert (error <= plain * (1 + 1e-5) + slack).all()
+
+
+@pytest.mark.parametrize("draw", [normal, heavy])
+@any_scheme
+def test_no_block_of_many_is_worse(scheme: Scheme, draw: Any) -> None:
+    """The same in blocks as weights are: errors told apart by f32 sums that cannot, with 8 bits above all."""
+    rows = draw(64, 1024)
+    for plain in plain_errors(rows, scheme):
+        assert (error_of(rows, scheme) <= plain * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "size", "draw", "gain"),
+    [(4, 32, normal, 0.28), (4, 128, normal, 0.28), (4, 32, heavy, 0.26), (4, 128, heavy, 0.28),
+     (8, 32, normal, 0.11), (8, 128, normal, 0.05)],
+)  # fmt: skip
+def test_squared_error_is_well_below_plain_rounding(bits: int, size: int, draw: Any, gain: float) -> None:
+    """A search that costs its time and gains nothing."""
+    scheme, rows = Scheme(bits, size), draw(256, 1024)
+    by_maximum = plain_errors(rows, scheme)[0]
+    assert (error_of(rows, scheme) ** 2).sum() < (1 - gain) * (by_maximum**2).sum()
+
+
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_squared_error_is_near_the_least_of_any_scale(size: int) -> None:
+    """Steps tried that miss where the least error mostly is."""
+    scheme, rows = Scheme(4, size), normal(32, 1024)
+    blocks = in_blocks(rows, scheme)
+    extreme = np.abs(blocks).max(-1, keepdims=True)
+    least = np.full(blocks.shape[:2], np.inf)
+    for steps in np.concatenate([np.arange(5, 14, 0.1), -np.arange(5, 14, 0.1)]):
+        codes = np.clip(np.rint(blocks / extreme * steps), -8, 7)
+        scale = (blocks * codes).sum(-1, keepdims=True) / (codes**2).sum(-1, keepdims=True)
+        least = np.minimum(least, ((blocks - codes * scale) ** 2).sum(-1))
+    assert (error_of(rows, scheme) ** 2).sum() < 1.03 * least.sum()
+
+
+@any_scheme
+def test_scales_are_the_best_for_their_codes(scheme: Scheme) -> None:
+    """Codes of one step with the scale of another: the fit left out, or codes that moved after it."""
+    rows = heavy(64, 1024)
+    packed, scales = quantise(rows, scheme)
+    codes = codes_of(packed, scheme).reshape(64, -1, scheme.block_size)
+    best = (in_blocks(rows, scheme) * codes).sum(-1) / (codes**2).sum(-1)
+    np.testing.assert_allclose(scales, best, rtol=3e-6)
+
+
+@any_scheme
+@pytest.mark.parametrize("sign", [1, -1])
+def test_blocks_that_have_an_exact_scale(scheme: Scheme, sign: int) -> None:
+    """0 / 0 in a block of zeros; a fit that moves what rounding by the extreme reads back to the last bit."""
+    size = scheme.block_size
+    rows = np.zeros((4, 3 * size), np.float32)
+    rows[1] = 0.3  # constant
+    rows[2, [5, size + 1, 3 * size - 1]] = 1.7, 3e-30, 2e30  # one outlier a block
+    ramp = np.arange(-scheme.zero_point, scheme.zero_point)
+    rows[3] = (
+        0.011 * ramp[:: len(ramp) // 16].repeat(3 * size // 16).reshape(16, -1).T.ravel()
+    )  # every block on codes
+    rows *= np.float32(sign)
+    packed, scales = quantise(rows, scheme)
+    assert np.isfinite(scales).all()
+    assert not scales[0].any()
+    assert not codes_of(packed, scheme)[0].any()
+    read = dequantise(packed, scales, rows.shape[1], scheme)
+    np.testing.assert_array_equal(read[:3], rows[:3])
+    np.testing.assert_allclose(read[3], rows[3], rtol=3e-7)
+
+
+@any_scheme
+def test_weights_once_quantised_stay_as_they_are(scheme: Scheme) -> None:
+    """Loss on loss, where a checkpoint holds weights that were trained or quantised in such blocks."""
+    codes = np.random.default_rng(0).integers(
+        -scheme.zero_point, scheme.zero_point, (8, 4, scheme.block_size)
+    )
+    codes[..., 0] = -scheme.zero_point
+    scale = np.exp(normal(8, 4, 1))
+    rows = (codes * scale).astype(np.float32).reshape(8, -1)
+    packed, scales = quantise(rows, scheme)
+    np.testing.assert_array_equal(codes_of(packed, scheme), codes.reshape(8, -1))
+    np.testing.assert_allclose(scales, scale[..., 0], rtol=3e-7)
+
+
+@any_scheme
+def test_rows_do_not_depend_on_the_rows_beside_them(scheme: Scheme) -> None:
+    """Bytes, and so a sha256, that change with the slices a tensor is converted in; with memory order; run to run."""
+    rows = heavy(1000, 333)
+    kept = rows.copy()
+    packed, scales = quantise(rows, scheme)
+    np.testing.assert_array_equal(rows, kept)
+    for again in (rows, np.asfortranarray(rows), np.repeat(rows, 2, axis=1)[:, ::2]):
+        np.testing.assert_array_equal(quantise(again, scheme)[0], packed)
+    for part in (slice(0, 1), slice(1, 4), slice(500, 1000)):
+        some = quantise(rows[part], scheme)
+        np.testing.assert_array_equal(some[0], packed[part])
+        np.testing.assert_array_equal(some[1], scales[part])
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
+def test_nothing_to_quantise(shape: tuple[int, int]) -> None:
+    """An empty slice, or a division by no columns."""
+    scheme = Scheme(4, 32)
+    packed, scales = quantise(np.zeros(shape, np.float32), scheme)
+    assert (len(packed), packed.size, scales.size) == (shape[0], 0, 0)
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, 128)])
+def test_memory_does_not_grow_with_the_rows(scheme: Scheme) -> None:
+    """Copies of a whole tensor: gigabytes for the embedding of a large model."""
+
+    def temporary(n: int) -> int:
+        rows = np.ones((n, 896), np.float32)
+        tracemalloc.start()
+        results = quantise(rows, scheme)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak - sum(array.nbytes for array in results)
+
+    assert temporary(20_000) < 1.1 * temporary(2_000) < 16e6
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [(0, 0), (700, 199), (1499, 70)])
+@pytest.mark.filterwarnings("error")
+def test_refuses_what_has_no_scale(value: float, place: tuple[int, int]) -> None:
+    """One NaN that makes a block, and with it every answer, NaN; found in the last piece and in the padded block."""
+    rows = normal(1500, 200)
+    rows[place] = value
+    with pytest.raises(ValueError, match="NaN or an infinity"):
+        quantise(rows, Scheme(4, 64))
+
+
+@pytest.mark.parametrize(
+    ("bits", "size"), [(3, 32), (2, 32), (16, 32), (4, 8), (4, 24), (4, 0), (8, 256), (4, -16)]
+)
+def test_refuses_other_schemes(bits: int, size: int) -> None:
+    """An export that only ONNX Runtime refuses, when it is run."""
+    with pytest.raises(UserError, match="are supported"):
+        Scheme(bits, size)

@@ -1,0 +1,266 @@
+"""The cache on a real export: growth, rewinding, addresses, and what of it may cross to the host."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from onnx import TensorProto
+
+from qwen_onnx.manifest import TensorSpec
+from qwen_onnx.runners.model import kv_cache
+from qwen_onnx.runners.model.kv_cache import KVCache
+from qwen_onnx.runners.model.runner import Runner
+from support.exports import IDS, ON_CPU, DirectCache, Exported, LeftPadded, decode_all
+from support.tolerances import EXACT, F32_ORDER, Tolerance, assert_close
+
+Export = Callable[..., Exported]
+LONG = {"max_position_embeddings": 1024}
+
+
+@pytest.fixture
+def runner(exported: Export) -> Runner:
+    return Runner(exported("qwen2").folder, ON_CPU)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "passed", "bound"),
+    # Decode in f32 reads all slots, so sums are of another length; buffers there grow by an eighth, in whole blocks.
+    [("f16", [8, 16, 32, 64, 100], EXACT), ("f32", [*range(8, 80, 8), 88, 100], F32_ORDER)],
+)
+def test_growing_changes_nothing(
+    dtype: str, passed: list[int], bound: Tolerance, exported: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots lost or moved when the buffers are exchanged."""
+    ids, runner = IDS[:2, :100], Runner(exported("qwen2", dtype).folder, ON_CPU, max_context=100)
+
+    def run(smallest: int) -> tuple[np.ndarray, list[int]]:
+        monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", smallest)
+        monkeypatch.setattr(kv_cache, "BLOCK", 8)
+        cache = runner.new_cache(batch_size=2)
+        logits, capacities = [runner.prefill(cache, ids[:, :5])], [cache.capacity]
+        for slot in range(5, 100):
+            logits.append(runner.decode(cache, ids[:, slot : slot + 1]))
+            capacities.append(cache.capacity)
+        return np.stack(logits), capacities
+
+    (grown, capacities), (whole, _) = run(8), run(100)
+    assert sorted(set(capacities)) == passed
+    assert capacities[8 - 5] == 8  # no growth before it is needed
+    assert_close(grown, whole, bound)
+
+
+def test_capacities_are_buckets_up_to_the_limit(exported: Export) -> None:
+    """131,072 positions allocated at "Hello", or a new size of buffer at every step."""
+    runner = Runner(exported("qwen2", **LONG).folder, ON_CPU, max_context=600)
+    cache, found = runner.new_cache(), []
+    for _ in range(6):
+        runner.prefill(cache, IDS[:1, :100])
+        found.append((cache.length, cache.capacity))
+    assert found == [(100, 256), (200, 256), (300, 320), (400, 448), (500, 512), (600, 600)]
+    assert cache.nbytes == 3 * 2 * 2 * 600 * 16 * 4
+    assert [buffer.shape() for buffer in cache.buffers] == [[1, 2, 600, 16]] * 6
+
+
+def test_addresses_are_constant_between_growths(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured CUDA graph reads the buffers of the first step for ever."""
+    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    cache = runner.new_cache()
+    runner.prefill(cache, IDS[:1, :3])
+    seen: dict[int, set[tuple[int, ...]]] = {}
+    for slot in range(3, 40):
+        runner.decode(cache, IDS[:1, slot : slot + 1])
+        seen.setdefault(cache.capacity, set()).add(tuple(buffer.data_ptr() for buffer in cache.buffers))
+    assert list(seen) == [16, 80]
+    assert [len(addresses) for addresses in seen.values()] == [1, 1]
+
+
+def test_cache_never_comes_to_the_host(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower with every token: the whole cache copied to the host and back at each step."""
+    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    cache, fed = runner.new_cache(), []
+    from_numpy = onnxruntime.OrtValue.ortvalue_from_numpy
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a value was read back")
+
+    def count(array: np.ndarray, *device: Any) -> Any:
+        fed.append(array.nbytes)
+        return from_numpy(array, *device)
+
+    monkeypatch.setattr(onnxruntime.OrtValue, "numpy", refuse)
+    for reading in ("copy_outputs_to_cpu", "get_outputs"):
+        monkeypatch.setattr(onnxruntime.IOBinding, reading, refuse)
+    runner.prefill(cache, IDS[:1, :10])
+    decode_all(runner, cache, IDS[:1, 10:40])
+    assert cache.capacity == 80
+    monkeypatch.setattr(onnxruntime.OrtValue, "ortvalue_from_numpy", count)
+    monkeypatch.setattr(onnxruntime.OrtValue, "update_inplace", lambda value, array: fed.append(array.nbytes))
+    runner.decode(cache, IDS[:1, 40:41])
+    assert sum(fed) == 3 * 8  # id, position, write index
+    fed.clear()
+    runner.prefill(cache, IDS[:1, 41:43])
+    assert sum(fed) == 2 * 8 + 8 * 43 + 2 * 8 + 8 + 4 * 320  # mask too; room for the logits
+
+
+def test_cache_is_written_in_place(exported: Export, capfd: pytest.CaptureFixture[str]) -> None:
+    """A copy of the whole cache at each step, which ONNX Runtime only mentions in its log."""
+    for bound in (True, False):
+        model = Exported(exported("qwen2").checkpoint, exported("qwen2").folder, "f32")
+        path = model.path("prefill")
+        model._sessions[path] = onnxruntime.InferenceSession(str(path))  # with its warnings
+        batch = LeftPadded(DirectCache(model, 2, bound=bound), [0, 0])
+        capfd.readouterr()
+        for _ in range(3):
+            batch.step(2, entry="prefill")
+        assert ("in-place" in capfd.readouterr().err) is not bound
+
+
+def test_bf16_buffers_never_meet_numpy() -> None:
+    """ONNX Runtime takes no bf16 array and gives none back: buffers are made by shape and type."""
+    spec = TensorSpec("past", "bfloat16", ("batch_size", 2, "cache_capacity", 8))
+    cache = KVCache(spec, 4, "cpu", batch_size=3, limit=64)
+    found = [(buffer.element_type(), buffer.shape()) for buffer in cache.buffers]
+    assert found == [(TensorProto.BFLOAT16, [3, 2, 64, 8])] * 4
+    assert cache.nbytes == 4 * 3 * 2 * 64 * 8 * 2
+
+
+def test_rewound_cache_continues_like_a_fresh_one(runner: Runner) -> None:
+    """An edited history that still sees the tokens it replaced."""
+    rewound, fresh = runner.new_cache(), runner.new_cache()
+    runner.prefill(rewound, IDS[:1, :7])
+    runner.prefill(rewound, IDS[1:2, :30])
+    rewound.truncate(7)
+    assert rewound.shared_prefix(IDS[0, :30].tolist()) == 7
+    runner.prefill(fresh, IDS[:1, :7])
+    for cache_ids in (IDS[:1, 7:12], IDS[:1, 12:13], IDS[:1, 13:14]):
+        found, wanted = runner.prefill(rewound, cache_ids), runner.prefill(fresh, cache_ids)
+        assert_close(found, wanted, EXACT)
+
+
+SPEC = TensorSpec("past", "float32", ("batch_size", 2, "cache_capacity", 4))
+
+
+def append(cache: KVCache, rows: list[list[int]]) -> None:
+    mask = np.array(rows)
+    cache.append(np.full_like(mask, 5), mask, lambda small, large: None)
+
+
+def test_counts_are_of_tokens_and_not_of_padding() -> None:
+    """A row's tokens counted by its slots: a late position, a cache read beyond what was written."""
+    cache = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64)
+    append(cache, [[1, 1], [1, 1]])
+    assert cache.counts(2).tolist() == [2, 2]
+    append(cache, [[1, 1, 1], [0, 0, 1]])
+    append(cache, [[1], [1]])
+    assert [cache.counts(end).tolist() for end in (2, 4, 6)] == [[2, 2], [4, 2], [6, 4]]
+    cache.truncate(3)
+    assert cache.counts(3).tolist() == [3, 2]
+    cache.truncate(2)  # nothing is padded any more
+    assert cache.counts(2).tolist() == [2, 2]
+
+
+def test_full_mask_hides_padding_only_and_stays_the_same_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask copied to the device at each step; one that still hides what an edited prompt replaced."""
+    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 4)
+    cache = KVCache(SPEC, 2, "cpu", batch_size=2, limit=16)
+    append(cache, [[1, 1], [0, 1]])
+    first = cache.full_mask
+    assert first.tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
+    append(cache, [[1], [1]])
+    assert cache.full_mask is first
+    append(cache, [[1, 1], [1, 1]])  # grows
+    assert cache.full_mask.tolist() == [[1] * 8, [0] + [1] * 7]
+    append(cache, [[1], [0]])
+    assert cache.full_mask.tolist() == [[1] * 8, [0, 1, 1, 1, 1, 0, 1, 1]]
+    cache.truncate(5)
+    assert cache.full_mask.tolist() == [[1] * 8, [0] + [1] * 7]
+    cache.truncate(0)
+    assert cache.full_mask.tolist() == [[1] * 8, [1] * 8]
+
+
+def test_a_renewed_cache_holds_zeros() -> None:
+    """NaN stays in slots that the next answer does not write: read by each step that attends over all slots."""
+    cache = KVCache(SPEC, 2, "cpu", batch_size=1, limit=16)
+    append(cache, [[1, 1, 1]])
+    cache.binding = "bound to the old buffers"
+    for buffer in cache.buffers:
+        buffer.update_inplace(np.full(buffer.shape(), np.nan, np.float32))
+    cache.renew()
+    assert (cache.length, cache.binding) == (0, None)
+    assert len(cache.buffers) == 2
+    assert all((buffer.numpy() == 0).all() for buffer in cache.buffers)
+    append(cache, [[1]])
+    assert cache.mask.tolist() == [[1]]
+
+
+def test_buffers_of_a_cache_that_is_gone_serve_the_next_one_of_its_batch() -> None:
+    """A CUDA graph captured for each chat, none of which ONNX Runtime releases."""
+    idle: list[kv_cache.Buffers] = []
+    cache = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64, idle=idle)
+    append(cache, [[0, 1], [1, 1]])
+    cache.binding = "what was bound"
+    held = cache.buffers
+    beside = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64, idle=idle)
+    assert beside.buffers is not held
+    del cache
+    gc.collect()
+    other = KVCache(SPEC, 2, "cpu", batch_size=1, limit=64, idle=idle)
+    assert other.binding is None
+    again = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64, idle=idle)
+    assert again.buffers is held
+    assert again.binding == "what was bound"
+    assert (again.length, again.counts(0).tolist(), again.shared_prefix([5, 5])) == (0, [0, 0], 0)
+    assert again.full_mask.tolist() == [[1] * 64] * 2
+    assert idle == []
+
+
+def test_500_steps_take_no_memory(exported: Export) -> None:
+    """An arena that keeps a block for every length; outputs held for ever."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("the resident size now is known on Linux only")
+    runner = Runner(exported("qwen2", **LONG).folder, ON_CPU)
+    cache = runner.new_cache()
+    runner.prefill(cache, np.tile(IDS[:1], 4)[:, :513])  # from here on the capacity is 1,024
+    decode_all(runner, cache, IDS[:1, :10])
+    gc.collect()
+    before = int(statm.read_text().split()[1])
+    for slot in range(500):
+        runner.decode(cache, IDS[:1, slot % 160 : slot % 160 + 1])
+    pages = int(statm.read_text().split()[1]) - before
+    assert pages * 4096 < 8e6  # a leak of one step's cache would be 500 x 0.4 MB
+    assert cache.capacity == 1024
+
+
+@pytest.mark.parametrize("working", [0, 3])
+def test_a_failed_growth_leaves_a_cache_that_works(
+    working: int, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out after some of the buffers have grown: the rest have another size."""
+    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    cache, fresh, left = runner.new_cache(), runner.new_cache(), working
+    runner.prefill(cache, IDS[:1, :15])
+    real = KVCache._allocate
+
+    def fail(self: KVCache, capacity: int) -> Any:
+        nonlocal left
+        left -= capacity > 16
+        if left < 0 and capacity > 16:
+            raise MemoryError
+        return real(self, capacity)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "_allocate", fail)
+        with pytest.raises(MemoryError):
+            runner.prefill(cache, IDS[:1, 15:20])
+    held = cache.length
+    assert held in (0, 15)  # all or nothing
+    assert cache.shared_prefix(IDS[0, :15].tolist()) == held
+    found = runner.prefill(cache, IDS[:1, held:30])
+    assert_close(found, runner.prefill(fresh, IDS[:1, :30]), F32_ORDER)

@@ -1,0 +1,364 @@
+"""Conversations saved and loaded: the same tokens after it, and no file that harms one."""
+
+# ruff: noqa: F811 - a test's parameter has the name of the fixture that is imported
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+
+from qwen_onnx import UserError, export, load
+from qwen_onnx.manifest import TensorSpec
+from qwen_onnx.runners import session_file as saved_session
+from qwen_onnx.runners.chat import Chat
+from qwen_onnx.runners.model.growing import GrowingCache
+from qwen_onnx.runners.model.kv_cache import HOST_TYPES, KVCache
+from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.session import SessionOptions
+from support.chats import endless, tiny
+from support.cuda.fixtures import stand_ins  # noqa: F401
+from support.cuda.graphs_on_cpu import serve_cuda_graphs_on_cpu
+from support.cuda.runs import Told, told  # noqa: F401
+
+MESSAGES = [
+    {"role": "user", "content": "naïve\n“?”"},
+    {"role": "assistant", "content": "", "calls": [1, None]},
+]
+IDS = np.random.default_rng(8).integers(0, 300, 400).tolist()
+
+
+def opened(folder: Path, **options: int) -> Chat:
+    return load(folder, provider="cpu", threads=1, **options)
+
+
+def said(chat: Chat, ids: list[int], count: int = 12) -> list[object]:
+    """Ids and the best logits after a prompt, and how much of it was in the cache."""
+    tokens = list(chat.generate(ids, max_new_tokens=count, ignore_eos=True, top_logits=3))
+    return [(token.token_id, token.top_logits, token.cached_tokens) for token in tokens]
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return opened(endless())
+
+
+@pytest.fixture
+def saved(chat: Chat, tmp_path: Path) -> Path:
+    """A session of 24 tokens in a folder with nothing else."""
+    said(chat, IDS[:20], 5)
+    chat.save(tmp_path / "old", messages=MESSAGES)
+    return tmp_path / "old"
+
+
+def portable(tmp_path: Path, dtype: str) -> Path:
+    return export("tiny", tmp_path / "portable", target="portable", dtype=dtype).folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# What comes back.
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "int8", "portable-f32", "portable-f16"])
+def test_a_loaded_conversation_goes_on_as_if_uninterrupted(kind: str, tmp_path: Path) -> None:
+    """Slots of another layer or head; a slot too few; a logit that is another in its last bit."""
+    folder = portable(tmp_path, kind.split("-")[1]) if "-" in kind else tiny(kind)
+    first, second = opened(folder), opened(folder)
+    begun = [token_id for token_id, *_ in said(first, IDS[:30])]
+    list(
+        first.generate([*IDS[:30], *begun[:3], 5], max_new_tokens=1)
+    )  # slots beyond the live ones hold something
+    first.save(tmp_path / "session", messages=MESSAGES)
+    assert second.load(tmp_path / "session") == MESSAGES
+    assert second.context_used == first.context_used == 34
+    longer = [*IDS[:30], *begun[:3], 5, 6, 7]
+    after = said(first, longer)
+    assert said(second, longer) == after
+    assert after[0][-1] == 34
+    assert said(second, [*longer, 9]) == said(first, [*longer, 9])
+
+
+def test_of_many_tokens_and_of_none(chat: Chat, tmp_path: Path) -> None:
+    """A cache that outgrew its first buffers, in a Chat whose own has not, and back."""
+    said(chat, IDS[:300])
+    chat.save(tmp_path / "many")
+    second = opened(endless())
+    second.save(tmp_path / "none")
+    assert second.load(tmp_path / "many") == []
+    assert said(second, [*IDS[:300], 4]) == said(chat, [*IDS[:300], 4])
+    second.load(tmp_path / "none")
+    assert second.context_used == 0
+    assert said(second, IDS[:9])[0][-1] == 0
+
+
+@pytest.mark.parametrize("dtype", HOST_TYPES)
+@pytest.mark.parametrize("kind", [KVCache, GrowingCache])
+@pytest.mark.parametrize("length", [0, 5, 300])
+def test_bits_of_every_dtype_come_back(dtype: str, kind: type[KVCache], length: int) -> None:
+    """bfloat16 by way of a type that numpy has; tensors longer than what is live."""
+    spec = TensorSpec("past_key_values.0.key", dtype, ("b", 2, "c", 4))
+    caches = [kind(spec, 6, "cpu", batch_size=1, limit=512, tight=True) for _ in range(2)]
+    rng = np.random.default_rng(1)
+    slots = [rng.normal(size=(2, length, 4)).astype(HOST_TYPES[dtype]) for _ in range(6)]
+    ids = rng.integers(0, 99, length)
+    caches[0].fill(ids, slots)
+    caches[1].fill(caches[0].token_ids, caches[0].read())
+    for cache in caches:
+        assert [found.tobytes() for found in cache.read()] == [wanted.tobytes() for wanted in slots]
+        assert cache.shared_prefix([*ids, 3]) == cache.length == length
+    caches[0].truncate(length // 2)
+    assert [found.shape for found in caches[0].read()] == [(2, length // 2, 4)] * 6
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_buffers_on_a_device_come_back(dtype: str, told: Told, tmp_path: Path) -> None:
+    """bfloat16 on a GPU, which OrtValue.numpy() does not know; a captured graph over buffers that are gone."""
+    program = """
+from qwen_onnx.runners.session_file import load_session, save_session
+runner, path = opened(sys.argv[1]), Path(sys.argv[2])
+cache, rng = runner.new_cache(), np.random.default_rng(1)
+runner.prefill(cache, ids[:1, :300] % 300)
+runner.decode(cache, ids[:1, :1] % 300)
+given = [rng.integers(0, 99, (2, 301, 16)).astype(slots.dtype) for slots in cache.read()]
+cache.fill(cache.token_ids, given)
+save_session(path, cache, runner.manifest, [])
+loaded, _ = load_session(path, runner)
+same = all((a == b).all() for a, b in zip(given, loaded.read(), strict=True))
+runner.decode(loaded, ids[:1, :1] % 300)
+tell(same=same, length=loaded.length, device=loaded.buffers[0].device_name(), dtype=loaded.dtype)
+"""
+    names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+    found = told(program, endless(dtype), tmp_path / "session")
+    assert vars(found) == {"same": True, "length": 302, "device": "cuda", "dtype": names[dtype]}
+
+
+def test_what_the_file_is(saved: Path, chat: Chat) -> None:
+    """Another safetensors reader refuses it, or a name is not the contract's."""
+    manifest = chat.runner.manifest
+    with safetensors.safe_open(saved, "np") as file:
+        assert file.get_tensor("token_ids").tolist()[:20] == IDS[:20]
+        assert len(file.keys()) == 1 + 2 * manifest.num_hidden_layers
+        wanted = (manifest.num_key_value_heads, 24, manifest.head_dim)
+        assert file.get_tensor("past_key_values.0.key").shape == wanted
+        assert json.loads(file.metadata()["session"])["messages"] == MESSAGES
+    assert saved.stat().st_size == 8 + int.from_bytes(saved.read_bytes()[:8], "little") + 24 * 8 + chat_bytes(
+        chat
+    )
+
+
+def chat_bytes(chat: Chat) -> int:
+    """Of the cache's live slots."""
+    manifest = chat.runner.manifest
+    return 2 * manifest.num_hidden_layers * manifest.num_key_value_heads * 24 * manifest.head_dim * 4
+
+
+def test_another_export_of_the_same_weights_loads_it(tmp_path: Path) -> None:
+    """Only the folder that saved it can load it; or a session of f16 is taken for one of f32."""
+    first = opened(tiny())
+    said(first, IDS[:20])
+    first.save(tmp_path / "session")
+    again = opened(export("tiny", tmp_path / "again").folder)
+    again.load(tmp_path / "session")
+    assert said(again, [*IDS[:20], 3]) == said(first, [*IDS[:20], 3])
+    for other in (tiny("f16"), tiny("int8"), endless()):
+        other_chat = opened(other)
+        with pytest.raises(UserError, match=r"saved with 'tiny' in 'f32'; this export, .* has other weights"):
+            other_chat.load(tmp_path / "session")
+
+
+def test_a_cache_of_another_dtype_is_computed_anew(tmp_path: Path) -> None:
+    """f16 computes in f32 on the CPU and in f16 on a GPU, over the same weights."""
+    first = opened(tiny("f16"))
+    second = opened(serve_cuda_graphs_on_cpu(tiny("f16"), tmp_path / "cuda"))
+    graphs = [graph for graph in second.runner.manifest.graphs if "cuda" in graph.providers]
+    assert second.runner.graph in graphs
+    assert (first.runner.compute_dtype, second.runner.compute_dtype) == ("float32", "float16")
+    wanted = said(second, [*IDS[:20], 3])
+    said(first, IDS[:20])
+    first.save(tmp_path / "session", messages=MESSAGES)
+    assert second.load(tmp_path / "session") == MESSAGES
+    assert second.context_used == 0
+    assert said(second, [*IDS[:20], 3]) == wanted
+
+
+def test_an_answer_in_the_making_ends(saved: Path, chat: Chat) -> None:
+    """It would go on over the loaded conversation."""
+    tokens = chat.generate(IDS[:9], max_new_tokens=5, ignore_eos=True)
+    next(tokens)
+    chat.load(saved)
+    with pytest.raises(UserError, match="another answer was begun"):
+        next(tokens)
+    assert chat.context_used == 24
+
+
+# What is refused, and leaves the conversation as it was.
+
+
+def refused(chat: Chat, path: Path) -> str:
+    said(chat, IDS[30:40], 3)
+    used = chat.context_used
+    with pytest.raises(UserError) as caught:
+        chat.load(path)
+    assert chat.context_used == used
+    assert said(chat, [*IDS[30:40], 1], 1)[0][-1] == 10
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_damaged_file_is_refused(saved: Path, chat: Chat) -> None:
+    """A flipped bit is another key, another token, another message; a cut file zeros, or a crash."""
+    content = saved.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    bad = saved.with_name("bad")
+    places = [
+        *range(0, header, 37),
+        *range(8, 120, 5),
+        header,
+        header + 191,
+        *range(header, len(content), 4001),
+    ]
+    for place in [*places, len(content) - 1]:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << (place % 8)
+        bad.write_bytes(flipped)
+        refused(chat, bad)
+    for size in (0, 7, 8, 100, header - 1, header, header + 192, len(content) - 1):
+        bad.write_bytes(content[:size])
+        refused(chat, bad)
+    bad.write_bytes(content + b"\0")
+    assert "damaged" in refused(chat, bad)
+    bad.write_bytes(content)
+    assert chat.load(bad) == MESSAGES
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path, chat: Chat) -> None:
+    (tmp_path / "text").write_text("to whom it may concern, " * 9)
+    (tmp_path / "deep").write_bytes((90000).to_bytes(8, "little") + b"[" * 90000)
+    (tmp_path / "list").write_bytes((2).to_bytes(8, "little") + b"[]")
+    for path in (tmp_path / "text", tmp_path / "deep", tmp_path / "list", endless() / "weights.safetensors"):
+        assert "not a saved session" in refused(chat, path)
+    assert "wanted a saved session" in refused(chat, tmp_path)
+    assert "wanted a saved session" in refused(chat, Path(os.devnull))
+    assert "No such file" in refused(chat, tmp_path / "none")
+
+
+def test_a_conversation_beyond_the_context_or_of_a_later_format(
+    saved: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = opened(endless(), max_context=23)
+    assert "24 tokens were saved, the context holds 23; raise --max-context" in refused(short, saved)
+    exact = opened(endless(), max_context=24)
+    exact.load(saved)
+    assert exact.context_used == 24
+    monkeypatch.setattr(saved_session, "VERSION", "2")
+    assert "session of format '1', this version reads '2'" in refused(chat, saved)
+
+
+def test_ids_beyond_the_vocabulary(tmp_path: Path, chat: Chat) -> None:
+    cache = Runner(endless(), SessionOptions("cpu", threads=1)).new_cache()
+    cache.fill(np.array([5, 400]), [np.zeros((2, 2, chat.runner.manifest.head_dim), np.float32)] * 6)
+    saved_session.save_session(tmp_path / "forged", cache, chat.runner.manifest, [])
+    assert "damaged" in refused(chat, tmp_path / "forged")
+
+
+# Writing.
+
+
+def test_only_a_session_is_written_over(saved: Path, chat: Chat) -> None:
+    """`/save report.txt`: the report is gone."""
+    for content in (b"my report", b"", saved.read_bytes()[:300]):
+        other = saved.with_name("report.txt")
+        other.write_bytes(content)
+        with pytest.raises(UserError, match="exists and is no saved session; choose another name"):
+            chat.save(other)
+        assert other.read_bytes() == content
+    for path, line in (
+        (saved.parent, "exists and is no"),
+        (Path(os.devnull), "exists and is no"),
+        (saved / "x", "cannot be saved"),
+        (saved.parent / "none" / "x", "cannot be saved"),
+        (saved.parent / "a\0b", "cannot be saved"),
+    ):
+        with pytest.raises(UserError, match=line):
+            chat.save(path)
+    link = saved.with_name("link")
+    link.symlink_to(saved.name)
+    chat.save(link, messages=[{"role": "user", "content": "Hi"}])
+    assert link.is_symlink()
+    assert chat.load(saved) == [{"role": "user", "content": "Hi"}]
+    for messages in ([{"foo": 1}], [{"role": "user", "content": 5}], "text"):
+        with pytest.raises(UserError, match="wanted"):
+            chat.save(link, messages=messages)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="hold what JSON does not"):
+        chat.save(saved, messages=[{"role": "user", "content": "x", "more": object()}])
+
+
+def test_messages_that_no_template_takes_are_damage(
+    saved: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat that ends with a traceback for what a file says."""
+    for messages in ([{"foo": 1}], [{"role": 5}], [{"role": "user", "content": 5}]):
+        with monkeypatch.context() as patch:
+            patch.setattr(saved_session, "verified_messages", lambda value: value)
+            chat.save(saved, messages=messages)
+        with pytest.raises(UserError, match="damaged"):
+            chat.load(saved)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_failed_save_leaves_what_was_there(
+    error: BaseException, nameless: bool, saved: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a session in place of a whole one, or litter beside it; with and without files that have no name."""
+    content = saved.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    said(chat, IDS[50:60])
+    for name in ("os.fsync", "pathlib.Path.replace", "qwen_onnx.runners.model.kv_cache.KVCache.read"):
+        with monkeypatch.context() as broken:
+            broken.setattr(name, fail)
+            for path in (saved, saved.with_name("new")):
+                wanted = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else UserError
+                with pytest.raises(wanted, match=r"No space left|^$"):
+                    chat.save(path)
+                assert names(saved.parent) == ["old"]
+    assert saved.read_bytes() == content
+    chat.save(saved)
+    assert saved.read_bytes() != content
+    assert names(saved.parent) == ["old"]
+
+
+def test_a_killed_save_leaves_what_was_there(saved: Path, chat: Chat) -> None:
+    try:
+        os.close(os.open(saved.parent, os.O_TMPFILE | os.O_RDWR))
+    except (AttributeError, OSError):
+        pytest.skip("no files without a name on this system or disk")
+    content = saved.read_bytes()
+    program = """
+import os, signal, sys
+import qwen_onnx
+chat = qwen_onnx.load(sys.argv[1], provider="cpu", threads=1)
+os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+chat.save(sys.argv[2])
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(endless()), str(saved)])
+    assert done.returncode == -signal.SIGKILL
+    assert names(saved.parent) == ["old"]
+    assert saved.read_bytes() == content
+    assert chat.load(saved) == MESSAGES

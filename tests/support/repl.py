@@ -1,0 +1,75 @@
+"""A chat driven by a script in place of a person."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from qwen_onnx import UserError
+from qwen_onnx.cli.chat.repl import Repl
+from qwen_onnx.runners.chat import Token
+from qwen_onnx.runners.generate import FinishReason
+from qwen_onnx.runners.sampling.request import GenerationRequest
+
+CTRL_C, CTRL_D = KeyboardInterrupt(), EOFError()
+
+
+class ScriptedChat:
+    """Answers each prompt with the next of its answers, a word a token; a UserError in their place is raised."""
+
+    def __init__(self, *answers: str | UserError) -> None:
+        self.asked: list[Any] = []
+        self.context_used, self.tokenizer = 0, None
+        self.defaults = SimpleNamespace(max_new_tokens=None)
+        self.runner = SimpleNamespace(context_length=100, manifest=SimpleNamespace(model_id="a/model"))
+        self._answers = list(answers)
+
+    def prompt_ids(self, prompt: Any, **_: Any) -> list[int]:
+        self._prompt = prompt
+        return [1, 2, 3]
+
+    def rewind(self, prompt: Any) -> None:
+        self.context_used = len(prompt)
+
+    def stream(self, prompt_ids: list[int], request: GenerationRequest) -> Iterator[Token]:
+        self.asked.append(self._prompt)
+        said = self._answers.pop(0)
+        if isinstance(said, UserError):
+            raise said
+        words = said.split(" ")
+        for made, word in enumerate(words, start=1):
+            self.context_used = len(prompt_ids) + made - 1
+            reason = FinishReason.EOS if made == len(words) else None
+            if made == request.max_new_tokens and reason is None:
+                reason = FinishReason.LENGTH
+            text = word if made == 1 else f" {word}"
+            yield Token(made, text, reason, len(prompt_ids), 0, 12.34, None if made == 1 else 56.78)
+            if reason is not None:
+                return
+
+
+def talk(
+    chat: Any, *lines: str | BaseException, show: Callable[[Token], None] | None = None, **settings: Any
+) -> int:
+    """Run a session on these lines (or what reading one raises); the exit code. All of them must be read."""
+    script = iter(lines)
+
+    def read(prompt: str) -> str:
+        assert prompt == "> "
+        line = next(script)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    own = {name: settings.pop(name) for name in ("system", "raw", "report", "shift") if name in settings}
+    request = GenerationRequest(**{"max_new_tokens": 50, **settings})
+    say = show or (lambda token: print(token.text, end=""))
+    repl = Repl(chat, request, show=lambda token, _: None if token is None else say(token), **own)
+    code = repl.run(read)
+    assert next(script, None) is None, "left before the end of the script"
+    return code
+
+
+def users(messages: Sequence[Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]
