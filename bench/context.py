@@ -15,10 +15,11 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from qwen_onnx.checks.benchmark import describe_machine, read_bandwidth, step_bytes
+from qwen_onnx.checks.benchmark import step_bytes
+from qwen_onnx.checks.machine import describe_machine, read_bandwidth
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.machine import physical_cores
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 
 CONTEXTS = (16, 256, 1024, 2048, 4096, 8192, 12_288, 16_384)
 ROUNDS, STEPS = 5, 6
@@ -30,7 +31,7 @@ def steps_ms(runner: Runner, contexts: tuple[int, ...]) -> dict[int, list[float]
     for context in contexts:
         cache = caches[context] = runner.new_cache()
         ids = np.ones((1, context), np.int64)
-        cache.append(ids, ids, runner._opened.grow)
+        cache.append(ids, None)
     found: dict[int, list[float]] = {context: [] for context in contexts}
     for _ in range(ROUNDS):
         for context, cache in caches.items():
@@ -60,7 +61,7 @@ def main() -> None:
     print("| export | context | ms a token | more than at 16, ms | reading the cache takes, ms | ratio |")
     print("|---|---|---|---|---|---|")
     for export in options.exports:
-        runner = Runner(export, SessionOptions("cpu", threads=threads))
+        runner = Runner(export, SessionOptions(provider="cpu", threads=threads))
         before = read_bandwidth(threads)
         medians = {context: statistics.median(times) for context, times in steps_ms(runner, CONTEXTS).items()}
         bandwidth = max(before, read_bandwidth(threads))

@@ -35,8 +35,9 @@ from gpu_trace import breakdown, onnxruntime_profile, profiled_sessions, session
 
 from qwen_onnx import export
 from qwen_onnx.checks.tolerances import OF_TYPE, logit_bound
-from qwen_onnx.manifest import read_manifest
-from qwen_onnx.runners.runtime.session import SessionOptions, open_session
+from qwen_onnx.contract.manifest import read_manifest
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.runtime.session import open_session
 
 _PROFILED_STEPS = 4
 _COMPUTED = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -78,8 +79,8 @@ def _proof(job: Job, dtype: str, cuda: Cuda | None) -> dict[str, Any]:
     sessions.mkdir(exist_ok=True)
     with profiled_sessions(sessions):
         subject = Ours(job, Setting(dtype, NO_CAPTURE, 1))
-    steps, attribute = session_of(subject)
-    session = getattr(steps, attribute)
+    executor, attribute = session_of(subject)
+    session = getattr(executor, attribute)
     ids = subject.start()
     for _ in range(2 + _PROFILED_STEPS):  # the cache grows in the first
         ids = subject.step(ids)
@@ -91,7 +92,11 @@ def _proof(job: Job, dtype: str, cuda: Cuda | None) -> dict[str, Any]:
         "lowering": subject.runner.graph.lowering, "device_memory_bytes": used,
         "profile": onnxruntime_profile(file, _PROFILED_STEPS),
     }  # fmt: skip
-    del subject, steps, session  # the profiles of the other sessions are written now, and nobody needs them
+    del (
+        subject,
+        executor,
+        session,
+    )  # the profiles of the other sessions are written now, and nobody needs them
     gc.collect()
     shutil.rmtree(sessions, ignore_errors=True)
     return found
@@ -204,7 +209,9 @@ def memory(job: Job, report: Report) -> None:
     setting, cuda = Setting(*job.setting), Cuda()
     baseline = cuda.used()
     with PeakMemory(cuda) as watched:
-        one_node = open_session(_grow_file(job, setting.dtype), job.provider, SessionOptions(job.provider, 1))
+        one_node = open_session(
+            _grow_file(job, setting.dtype), job.provider, SessionOptions(provider=job.provider, threads=1)
+        )
         provider = cuda.used() - baseline  # of ONNX Runtime itself: kernels, handles
         subject = Ours(job, setting)
         loaded = cuda.used() - baseline

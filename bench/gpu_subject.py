@@ -14,7 +14,8 @@ from checkpoint import QWEN_05B, TOY, Shape, cache_bytes_each, parameter_count
 from numpy.typing import NDArray
 
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions, first_line
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.runtime.session import first_line
 
 Ids = NDArray[np.int64]
 Report = Callable[[dict[str, Any]], None]
@@ -110,7 +111,7 @@ class Ours:
     """This package in one setting."""
 
     def __init__(self, job: Job, setting: Setting, provider: str | None = None) -> None:
-        options = SessionOptions(provider or job.provider, **MODES[setting.mode])
+        options = SessionOptions(provider=provider or job.provider, **MODES[setting.mode])
         begun = time.perf_counter()
         self.runner = Runner(job.scratch / setting.dtype, options)
         self.load_s: float | None = time.perf_counter() - begun

@@ -17,7 +17,7 @@ import onnxruntime
 from gpu_device import device
 from gpu_subject import MODES, Ids, Job, Ours, Report, Setting, fault
 
-from qwen_onnx.runners.model.fixed_shape import BoundStep, FixedSteps
+from qwen_onnx.runners.model.executors.fixed_shape import BoundStep, FixedShape
 
 _SHOWN = 15
 _TRACED_STEPS = 4
@@ -26,14 +26,14 @@ _TRACED_STEPS = 4
 @contextlib.contextmanager
 def profiled_sessions(folder: Path) -> Iterator[None]:
     """Sessions that are opened in here write a profile into `folder`, each a file of its own."""
-    made, real = 0, onnxruntime.SessionOptions
+    count, real = 0, onnxruntime.SessionOptions
 
     def options() -> Any:
-        nonlocal made
-        made += 1
+        nonlocal count
+        count += 1
         settings = real()
         settings.enable_profiling = True
-        settings.profile_file_prefix = str(folder / f"session{made}")
+        settings.profile_file_prefix = str(folder / f"session{count}")
         return settings
 
     with mock.patch.object(onnxruntime, "SessionOptions", options):
@@ -41,10 +41,12 @@ def profiled_sessions(folder: Path) -> Iterator[None]:
 
 
 def session_of(subject: Ours) -> tuple[Any, str]:
-    """The steps of a runner, and the name of the attribute that holds their session."""
-    steps = subject.runner._opened.steps
-    steps = getattr(steps, "decode", steps)  # of single tokens, where they have a session of their own
-    return steps, "session" if hasattr(steps, "session") else "_session"
+    """The executor of a runner, and the name of the attribute that holds its session."""
+    executor = subject.runner.executor
+    executor = getattr(
+        executor, "decode", executor
+    )  # of single tokens, where they have a session of their own
+    return executor, "session" if hasattr(executor, "session") else "_session"
 
 
 def onnxruntime_profile(file: Path, last: int) -> dict[str, Any]:
@@ -164,19 +166,19 @@ class _TimedSession:
 @contextlib.contextmanager
 def timed_pieces(subject: Ours, watch: Stopwatch) -> Iterator[None]:
     """The pieces of a step are timed from outside."""
-    steps, attribute = session_of(subject)
+    executor, attribute = session_of(subject)
     wrapped: list[tuple[object, str, str]] = [(subject, "choose", "argmax")]
     wrapped += [(subject.runner, name, "finite check") for name in ("_finite_logits", "_chosen")]
-    if isinstance(steps, FixedSteps):
-        wrapped += [(steps.feeds, "arrays", "arrays made"), (BoundStep, "_upload", "uploads")]
+    if isinstance(executor, FixedShape):
+        wrapped += [(executor.inputs, "prepare_inputs", "arrays made"), (BoundStep, "_upload", "uploads")]
         wrapped += [(BoundStep, name, f"{name} (copy)") for name in ("read_logits", "read_chosen")]
     with contextlib.ExitStack() as stack:
         for home, name, label in wrapped:
             if hasattr(home, name):  # else it is part of the rest
                 timed = watch.around(label, getattr(home, name))
                 stack.enter_context(mock.patch.object(home, name, timed))
-        session = _TimedSession(getattr(steps, attribute), watch)
-        stack.enter_context(mock.patch.object(steps, attribute, session))
+        session = _TimedSession(getattr(executor, attribute), watch)
+        stack.enter_context(mock.patch.object(executor, attribute, session))
         yield
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from checkpoint import QWEN_05B, parameter_count, write_checkpoint
 
 from qwen_onnx import export
-from qwen_onnx.checks.benchmark import describe_machine, read_bandwidth
+from qwen_onnx.checks.machine import describe_machine, read_bandwidth
 from qwen_onnx.runners.runtime.machine import physical_cores
 
 HERE = Path(__file__).parent
@@ -45,9 +45,9 @@ class Entry(NamedTuple):
 
 ENTRIES = [
     Entry(
-        "qwen-onnx f32, --layout cpu",
+        "qwen-onnx f32, --weights-order panels",
         "ours",
-        "f32-cpu",
+        "f32-panels",
         (("onnxruntime-genai f32", 1.2), ("llama.cpp f32", 0.95)),
     ),
     Entry("llama.cpp f32", "llama_cpp", "f32.gguf"),
@@ -97,7 +97,8 @@ def make_models(work: Path, python: Path) -> None:
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copy(TINY / file, model)  # onnxruntime-genai's builder wants one; any will do
     for name, options in {
-        "f32": {"dtype": "f32"}, "f32-cpu": {"dtype": "f32", "layout": "cpu"}, "int8": {"dtype": "int8"},
+        "f32": {"dtype": "f32"}, "f32-panels": {"dtype": "f32", "weights_order": "panels"},
+        "int8": {"dtype": "int8"},
         "int4": {"dtype": "int4"}, "int4-128": {"dtype": "int4", "block_size": 128},
         "int4-head8": {"dtype": "int4", "head_bits": 8},
     }.items():  # fmt: skip

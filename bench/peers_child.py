@@ -34,9 +34,9 @@ class Subject(NamedTuple):
 
 def ours(model: str, threads: int, **options: Any) -> Subject:
     from qwen_onnx.runners.model.runner import Runner
-    from qwen_onnx.runners.runtime.session import SessionOptions
+    from qwen_onnx.runners.runtime.options import SessionOptions
 
-    runner = Runner(Path(model), SessionOptions("cpu", threads=threads, **options))
+    runner = Runner(Path(model), SessionOptions(provider="cpu", threads=threads, **options))
     cache, state = runner.new_cache(), {"next": 0}
 
     def prompt(ids: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 python bench/peers_gguf.py CHECKPOINT OUT.gguf f32|q8_0|q4_0
 
-Vectors stay f32; q4_0 has the embedding, which is also the head, in Q8_0, as llama.cpp's own quantiser leaves it.
+Vectors stay f32; q4_0 has the embedding, which is also the head, in Q8_0, as llama.cpp's own quantizer leaves it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def write_gguf(checkpoint: Path, out: Path, kind: str) -> None:
             if values.ndim < 2 or kind == "f32":
                 writer.add_tensor(own, values)
                 continue
-            quantised = types.Q8_0 if kind == "q8_0" or own == "token_embd.weight" else types.Q4_0
-            writer.add_tensor(own, gguf.quants.quantize(values, quantised), raw_dtype=quantised)
+            quantized = types.Q8_0 if kind == "q8_0" or own == "token_embd.weight" else types.Q4_0
+            writer.add_tensor(own, gguf.quants.quantize(values, quantized), raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -6,10 +6,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from qwen_onnx import SamplingOptions, export, load
+from qwen_onnx import export, load
 from qwen_onnx.checkpoints.hub import DEFAULT_MODEL
 from qwen_onnx.checks.check import check_export
 from qwen_onnx.exports.exporter import ExportSummary
+from qwen_onnx.runners.sampling.params import GREEDY
 
 EXPECTED = {
     "architecture": "Qwen2ForCausalLM",
@@ -38,8 +39,8 @@ def verify(summary: ExportSummary, bytes_each: int) -> list[str]:
     if not wanted_size < size < wanted_size + 2**20:
         faults.append(f"weights.safetensors has {size:,} bytes, expected {wanted_size:,} and a header")
     chat = load(summary.folder, provider="cpu")
-    answer = chat.generate(PROMPT, max_new_tokens=32, sampling=SamplingOptions.greedy())
-    text = "".join(token.text for token in answer)
+    tokens = chat.generate(PROMPT, max_new_tokens=32, **GREEDY)
+    text = "".join(token.text for token in tokens)
     if ANSWER not in text:
         faults.append(f"asked for the capital of France, it said {text!r}")
     faults += [found.text for found in check_export(summary.folder, against=DEFAULT_MODEL) if not found.ok]

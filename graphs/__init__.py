@@ -1,5 +1,4 @@
 """ONNX graphs of Qwen decoders, built with onnxscript.
 
-Read: state, layers, rotary, attention, lowering, static, model, build; then contrib_ops, contrib, packed; quantised;
-portable.
+Read lowerings, model, layers, cache, static and build; then blocks, panels, contrib, portable and graph_file.
 """

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -13,26 +12,22 @@ from onnxscript import GraphBuilder
 
 from qwen_onnx import contract
 from qwen_onnx.checkpoints.config import QwenConfig
-from qwen_onnx.graphs import contrib_ops, nchwc_ops
-from qwen_onnx.graphs.lowering import Lowering
+from qwen_onnx.contract.cache_spec import StateSpec
+from qwen_onnx.graphs.cache import Precision, Step
+from qwen_onnx.graphs.layers import MICROSOFT
+from qwen_onnx.graphs.lowerings import Lowering
 from qwen_onnx.graphs.model import QwenForCausalLM
-from qwen_onnx.graphs.packed import parts
-from qwen_onnx.graphs.state import KeyValue, Precision, Step
+from qwen_onnx.graphs.panels import NCHWC, conv
 
 # Where onnxscript leaves what went wrong in shape inference: it never raises.
 _INFERENCE_ERROR = "pkg.onnxscript.shape_inference_error"
+_DTYPES = {
+    "float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16,
+}  # fmt: skip
 _IR_VERSIONS = {17: 8, 24: 11}
 """The first IR version of each operator set used here: readers of old ones refuse new files."""
-_TYPED_BY_HAND = (contrib_ops.DOMAIN, nchwc_ops.DOMAIN)  # there is no schema of those
+_TYPED_BY_HAND = (MICROSOFT, NCHWC)  # there is no schema of those
 _LARGEST = 3e38  # near f32's end: beyond is infinity
-
-
-class StoredParameter(NamedTuple):
-    """Where an initializer's bytes lie, as a graph file has to say it."""
-
-    file: str
-    offset: int
-    nbytes: int
 
 
 def build_decoder(
@@ -58,19 +53,16 @@ def build_decoder(
         ValueError: a node that shape inference refuses, or a value without a type: a fault in graphs/.
     """
     graph, builder = _empty_graph("decode" if single else "prefill", lowering.opsets)
-    ids_BS = builder.input(
-        contract.INPUT_IDS, ir.DataType.INT64, [contract.BATCH, 1 if single else contract.SEQUENCE]
-    )
+    tokens = 1 if single else contract.SEQUENCE
+    ids_BS = builder.input(contract.INPUT_IDS, ir.DataType.INT64, [contract.BATCH, tokens])
     # A Module belongs to the first graph it is called in, so the tree is made anew for each graph.
-    model = QwenForCausalLM(config, precision, lowering, positions)
-    step = lowering.begin(builder, config, precision, model.rotary, ids_BS, single=single)
-    layers = config.num_hidden_layers
-    past_shape, present_shape = (
-        ir.Shape([contract.BATCH, config.num_key_value_heads, length, config.head_dim])
-        for length in lowering.cache_lengths
-    )
-    past = [builder.input(name, precision.hidden, past_shape) for name in contract.past_names(layers)]
-    cache = [KeyValue(past[i], past[i + 1]) for i in range(0, len(past), 2)]
+    model, cache = QwenForCausalLM(config, precision, lowering, positions), lowering.cache
+    step = cache.begin(builder, model, ids_BS, single=single)
+    states = cache.spec(config, precision).states
+    past: dict[int, list[ir.Value]] = {}
+    for state in states:
+        value = builder.input(state.past, _DTYPES[state.dtype], state.shape)
+        past.setdefault(state.layer, []).append(value)
 
     kept = None
     if score:
@@ -78,18 +70,19 @@ def build_decoder(
         builder.push_module("last")
         kept = builder.op.Unsqueeze(count, [0])
         builder.pop_module()
-    logits, present = model(builder.op, ids_BS, cache, step, kept)
+    logits, present = model(builder.op, ids_BS, [past[layer] for layer in sorted(past)], step, kept)
 
-    logits.shape = ir.Shape(
-        [contract.BATCH, contract.KEPT if score else 1, config.vocab_size]
-    )  # inference loses the batch in a Reshape
+    # Inference loses the batch in a Reshape.
+    logits.shape = ir.Shape([contract.BATCH, contract.KEPT if score else 1, config.vocab_size])
     chosen = _choose(builder, logits, lowering, step, config.vocab_size) if greedy else {}
     builder.add_output(logits, contract.LOGITS)
     for name, value in chosen.items():
         builder.add_output(value, contract.NEXT + name)
-    for name, value in zip(contract.present_names(layers), [v for kv in present for v in kv], strict=True):
-        value.shape = present_shape.copy()
-        builder.add_output(value, name)
+    of_layers = [iter(values) for values in present]
+    for state in states:
+        value = next(of_layers[state.layer])
+        value.shape = ir.Shape([cache.slots[1] if size == cache.slots[0] else size for size in state.shape])
+        builder.add_output(value, state.present)
     return _finish(graph)
 
 
@@ -112,7 +105,7 @@ def _choose(
     moved_B1 = op.Cast(is_number_B1, to=ir.DataType.INT64)
     chosen = {
         contract.INPUT_IDS: op.Where(is_number_B1, best_B1, -1),
-        **lowering.advance(op, step, moved_B1),
+        **lowering.cache.advance(op, step, moved_B1),
     }
     builder.pop_module()
     for name, value in chosen.items():
@@ -121,88 +114,47 @@ def _choose(
     return chosen
 
 
-def build_grow(config: QwenConfig, dtype: ir.DataType) -> ir.Model:
-    """Copies one cache buffer into the front of a larger one, on whatever device both are on."""
+def build_resize_cache(state: StateSpec) -> ir.Model:
+    """Copies such a state tensor into the front of a larger one, on whatever device both are on."""
     graph, builder = _empty_graph("grow", {"": 24})
-    heads, size = config.num_key_value_heads, config.head_dim
-    small = builder.input(contract.GROW_FROM, dtype, [contract.BATCH, heads, contract.CAPACITY, size])
-    large = builder.input(contract.GROW_INTO, dtype, [contract.BATCH, heads, contract.LARGER_CAPACITY, size])
-    builder.add_output(builder.op.TensorScatter(large, small, axis=2), contract.GROW_RESULT)
+    dtype, axis = _DTYPES[state.dtype], _slot_axis(state)
+    small = builder.input(contract.GROW_FROM, dtype, _with_slots(state, contract.CAPACITY))
+    large = builder.input(contract.GROW_INTO, dtype, _with_slots(state, contract.LARGER_CAPACITY))
+    builder.add_output(builder.op.TensorScatter(large, small, axis=axis), contract.GROW_RESULT)
     return _finish(graph)
 
 
-def build_shrink(config: QwenConfig, dtype: ir.DataType) -> ir.Model:
-    """Keeps the first `length` slots of one cache tensor, on whatever device it is on."""
+def build_truncate_cache(state: StateSpec) -> ir.Model:
+    """Keeps the first `length` slots of such a state tensor, on whatever device it is on."""
     graph, builder = _empty_graph("shrink", {"": 17})
-    heads, size = config.num_key_value_heads, config.head_dim
-    cache = builder.input(contract.GROW_FROM, dtype, [contract.BATCH, heads, contract.PAST, size])
+    shape = _with_slots(state, contract.PAST)
+    cache = builder.input(contract.GROW_FROM, _DTYPES[state.dtype], shape)
     length = builder.input(contract.SHRINK_LENGTH, ir.DataType.INT64, [1])
-    shrunk = builder.op.Slice(cache, [0], length, [2])
-    shrunk.shape = ir.Shape([contract.BATCH, heads, contract.SHRINK_LENGTH, size])
+    shrunk = builder.op.Slice(cache, [0], length, [_slot_axis(state)])
+    shrunk.shape = ir.Shape(_with_slots(state, contract.SHRINK_LENGTH))
     builder.add_output(shrunk, contract.SHRINK_RESULT)
     return _finish(graph)
 
 
 def build_probe() -> ir.Model:
     """A product with a matrix in panels, both of them inputs: tells how many rows a panel has on this processor."""
-    graph, builder = _empty_graph("probe", {"": 24, nchwc_ops.DOMAIN: 1})
+    graph, builder = _empty_graph("probe", {"": 24, NCHWC: 1})
     size = contract.PROBE_SIZE
     x = builder.input(contract.PROBE_X, ir.DataType.FLOAT, [1, size, 1, 1])
     weight = builder.input(contract.PROBE_WEIGHT, ir.DataType.FLOAT, [size, size, 1, 1])
-    builder.add_output(nchwc_ops.conv(builder.op, x, weight, None), contract.PROBE_Y)
+    builder.add_output(conv(builder.op, x, weight, None), contract.PROBE_Y)
     return _finish(graph)
 
 
-def parameters(model: ir.Model) -> dict[str, ir.Value]:
-    """The initializers that a weights file has to fill, by their checkpoint name."""
-    return {name: value for name, value in model.graph.initializers.items() if value.const_value is None}
+def _slot_axis(state: StateSpec) -> int:
+    if state.slot_axis is None:
+        raise ValueError(f"{state.past} has no slots: it has one size")
+    return state.slot_axis
 
 
-def save_graph(model: ir.Model, path: Path, stored: dict[str, StoredParameter]) -> None:
-    """Verify and write the graph; its parameters point into the weights files, which lie in the same folder."""
-    for name, value in parameters(model).items():
-        place = _place(name, stored)
-        if value.dtype is None or value.shape is None:
-            raise ValueError(f"parameter {name} has no type")
-        value.const_value = ir.ExternalTensor(
-            Path(place.file).name, place.offset, place.nbytes, value.dtype, shape=value.shape, name=name,
-            base_dir=path.parent,
-        )  # fmt: skip
-    proto = ir.to_proto(model)
-    verify(proto)
-    path.write_bytes(proto.SerializeToString())
-
-
-def _place(name: str, stored: dict[str, StoredParameter]) -> StoredParameter:
-    """Where a parameter lies; one that packs several tensors spans them, which lie side by side."""
-    first, *others = (stored[part] for part in parts(name))
-    end = first.offset + first.nbytes
-    for other in others:
-        if (other.file, other.offset) != (first.file, end):
-            raise ValueError(f"{name}: what it packs does not lie side by side")
-        end += other.nbytes
-    return StoredParameter(first.file, first.offset, end - first.offset)
-
-
-def verify(model: onnx.ModelProto) -> None:
-    """The ONNX checker and strict shape inference, on a copy whose external weights are inputs: none is read.
-
-    Raises:
-        onnx.checker.ValidationError, onnx.shape_inference.InferenceError: the graph is not valid ONNX.
-    """
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model)
-    inline = []
-    for tensor in proto.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            proto.graph.input.append(value)
-        else:
-            inline.append(tensor)
-    del proto.graph.initializer[:]
-    proto.graph.initializer.extend(inline)
-    onnx.checker.check_model(proto)
-    onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+def _with_slots(state: StateSpec, name: str) -> list[int | str]:
+    """A state's shape with another name for its slots."""
+    return [name if axis == state.slot_axis else size for axis, size in enumerate(state.shape)]
 
 
 def _empty_graph(name: str, opsets: Mapping[str, int]) -> tuple[ir.Graph, GraphBuilder]:

@@ -26,7 +26,7 @@ class OutOfMemoryError(UserError):
     """There is no memory for it now; nothing else is wrong with what was asked."""
 
 
-class ExportRunningError(UserError):
+class ExportInProgressError(UserError):
     """Another process is making the same export; it will be there, or can be made, when that one has ended."""
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_onnx.checkpoints.config import QwenConfig, RopeScaling
+from qwen_onnx.checkpoints.config import QwenConfig
+from qwen_onnx.checkpoints.rope import RopeScaling
 
 # Shape suffixes: S positions, D hidden_size, V vocab_size, N query heads, K key/value heads, H head_dim,
 # R = H/2 rotated pairs, I and O the inputs and outputs of a linear layer.

@@ -1,5 +1,5 @@
 """Runs exported folders on ONNX Runtime.
 
-Read: session, providers, kv_cache, bindings, feeds, sliced_steps, fixed_steps, steps, runner; then sampling,
-generate, chat; for TensorRT growing_steps, tensorrt, engine; libraries and driver tell what is installed.
+Read chat, generate, sequence; then sampling/ for the choice of a token, text/ for prompts and answers, model/ for
+logits over a KV cache, and runtime/ for sessions. session_file, score and speculate stand beside.
 """

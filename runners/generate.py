@@ -1,244 +1,136 @@
-"""From logits to token ids: decoding of one sequence."""
+"""The loop: the ids that a cache lacks go in, logits come out, each sequence takes its next token."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import collections.abc
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.model.kv_cache import KVCache
-from qwen_onnx.runners.sampling.logits import greedy, log_normaliser, top
-from qwen_onnx.runners.sampling.request import GenerationOptions
-from qwen_onnx.runners.sampling.sampler import Chooser
-from qwen_onnx.runners.speculate import PromptLookup, is_near
-from qwen_onnx.runners.text.vocabulary import Vocabulary
+from qwen_onnx.runners.model.logits_model import LogitsModel
+from qwen_onnx.runners.output import Token
+from qwen_onnx.runners.sampling.request import Request
+from qwen_onnx.runners.sequence import Chosen, Sequence
+
+SCORED_BYTES = 64 << 20
+"""Most bytes of logits at a time."""
+
+Sequences = collections.abc.Sequence[Sequence]
 
 
-class FinishReason(enum.StrEnum):
-    """Why an answer ended."""
-
-    EOS = "eos"
-    """The model ended it."""
-    STOP = "stop"
-    """A stop string came up."""
-    LENGTH = "length"
-    """`max_new_tokens` were made."""
-    CONTEXT = "context"
-    """The context is full."""
-    INTERRUPTED = "interrupted"
-    """The user ended it."""
-
-
-class LogitsModel(Protocol):
-    """What generation needs of a runner."""
-
-    context_length: int
-
-    @property
-    def chooses(self) -> bool:
-        """The device chooses the ids; the `greedy` methods do it."""
-
-    @property
-    def scores(self) -> bool:
-        """`score` works, so that guesses can be verified."""
-
-    def score(self, cache: KVCache, input_ids: NDArray[np.int64], count: int) -> NDArray[np.float32]:
-        """[1, S] ids to the logits after the last `count`, [1, count, vocab]."""
-
-    def prefill(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[1, S] ids to [1, vocab] logits."""
-
-    def decode(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[1, 1] ids to [1, vocab] logits."""
-
-    def prefill_greedy(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[1, S] ids to the best id [1]."""
-
-    def decode_greedy(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[1, 1] ids to the best id [1]."""
-
-    def logits(self, cache: KVCache) -> NDArray[np.float32]:
-        """[1, vocab], from which the device chose."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GeneratedId:
-    """One step of decoding."""
-
-    token_id: int
-    finish_reason: FinishReason | None
-    """None while the answer goes on."""
-    top_logits: tuple[tuple[int, float], ...] = ()
-    """The best ids and their logits at this step, when asked for."""
-    logprob: float | None = None
-    """ln of its probability, when asked for: of the model's own logits, before penalties and temperature."""
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    """The best ids and the same of them, when asked for."""
-
-
-Chosen = tuple[int, NDArray[np.float32] | None]
-"""An id, and the logits it was chosen from where the host has them."""
-
-
-def verify_options(model: LogitsModel, options: GenerationOptions) -> None:
-    """Raises UserError where the model chooses or guesses ids by itself, and the options are not plain greedy."""
-    if (model.chooses or model.scores) and not options.plain:
+def verify_request(model: LogitsModel, request: Request) -> None:
+    """Raises UserError where the model chooses or guesses ids by itself, and the request is not plain greedy."""
+    if (model.chooses or model.scores) and not request.plain:
         name = "greedy_on_device" if model.chooses else "speculate"
         raise UserError(
             f"{name} is greedy: no sampling, penalties, logit_bias, min_new_tokens, json_schema or regex; "
-            "--greedy (SamplingOptions.greedy()) leaves out those of generation_config.json"
+            "--greedy leaves out those of generation_config.json"
         )
 
 
-def verify_prompt(prompt_ids: Sequence[int], context_length: int) -> None:
-    """Raises UserError for an empty prompt, and for one that leaves no room in the context."""
-    if not prompt_ids:
-        raise UserError("the prompt is empty: no token to start from")
-    if len(prompt_ids) >= context_length:
-        raise UserError(
-            f"the prompt has {len(prompt_ids)} tokens, the context holds {context_length} with the answer"
-        )
+def verify_batch(model: LogitsModel, size: int) -> None:
+    """Raises UserError where the model was opened for what goes one sequence at a time, or not so many."""
+    for name, opened in (("greedy_on_device", model.chooses), ("speculate", model.scores)):
+        if opened:
+            raise UserError(f"{name} is for one prompt at a time, not for batches: leave it out")
+    model.verify_batch_size(size)
 
 
-class AnswerIds:
-    """The ids of one answer, as they are made: what is chosen from which logits, and what ends it."""
+def generate(
+    model: LogitsModel, sequences: Sequences, cache: KVCache | None = None
+) -> Iterator[tuple[Sequence, Token]]:
+    """Each sequence and its next token, until all have ended; in the order of the sequences within a step.
 
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        options: GenerationOptions,
-        vocabulary: Vocabulary,
-        *,
-        context_length: int,
-    ) -> None:
-        """Of `generate_ids`' arguments those that the choice hangs on."""
-        self._options, self._vocabulary = options, vocabulary
-        self._chooser = Chooser(
-            options.sampling,
-            prompt_ids,
-            size=vocabulary.size,
-            eos_token_ids=vocabulary.eos_token_ids,
-            min_new_tokens=options.min_new_tokens,
-            matcher=None if options.grammar is None else options.grammar.matcher(hold_end=options.ignore_eos),
-        )
-        # Of a grammar, an end token is chosen where nothing else is left.
-        self._goes_on = options.ignore_eos and options.grammar is None
-        self._room = context_length - len(prompt_ids)
-        self.made = 0
-        """Ids so far."""
-
-    def named(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Of f32 [vocab], those of ids that name a token."""
-        return self._vocabulary.named(logits)
-
-    def choose(self, logits: NDArray[np.float32]) -> Chosen:
-        """The next id by `options`, from f32 [vocab]."""
-        logits = self.named(logits)
-        return self._chooser.choose(logits), logits
-
-    def take(self, token_id: int, logits: NDArray[np.float32] | None) -> GeneratedId:
-        """The next id of the answer, and whether it ends it; `logits`, as `named` left them, are what is reported."""
-        self.made += 1
-        options, reason = self._options, None
-        if token_id in self._vocabulary.eos_token_ids and not self._goes_on:
-            reason = FinishReason.EOS
-        elif self.made == options.max_new_tokens:
-            reason = FinishReason.LENGTH
-        elif self.made > self._room:  # this id needs no slot: nothing is computed after it
-            reason = FinishReason.CONTEXT
-        if logits is None:
-            return GeneratedId(token_id, reason)
-        best = tuple(top(logits, options.top_logits)) if options.top_logits else ()
-        if options.logprobs is None:
-            return GeneratedId(token_id, reason, best)
-        less = log_normaliser(logits)
-        best_logprobs = tuple((best_id, logit - less) for best_id, logit in top(logits, options.logprobs))
-        return GeneratedId(token_id, reason, best, float(logits[token_id]) - less, best_logprobs)
-
-
-def generate_ids(
-    model: LogitsModel,
-    cache: KVCache,
-    prompt_ids: Sequence[int],
-    options: GenerationOptions,
-    vocabulary: Vocabulary,
-) -> Iterator[GeneratedId]:
-    """Ids after a prompt, of which only what the cache does not hold is computed.
-
-    The id that ends the answer is yielded too; its finish_reason says so.
+    Padding takes up slots beside tokens, so a short row's slots may be full before its context is. It then goes on
+    in a cache of its own, or of those that are left: it ends where it would alone.
 
     Args:
-        vocabulary: ids that name no token are never chosen; where the device chooses, its runner was told to
-            `exclude` them.
+        cache: of one sequence: what it holds of the prompt is not computed again. None: new ones.
 
     Raises:
-        UserError: an empty prompt, one that leaves no room in the context, or options that the model does not take;
-            before any compute. Or no token is left to choose.
-        NonFiniteLogitsError: the model computed NaN or infinity.
+        UserError: an id outside the embedding, or no memory for a cache of so many rows; or a sequence has no token
+            left to choose.
+        NonFiniteLogitsError: the model computed NaN or infinity in some row.
     """
-    verify_prompt(prompt_ids, model.context_length)
-    verify_options(model, options)
-    if options.max_new_tokens is not None and options.max_new_tokens <= 0:
-        return
-    # The last id is computed even where the cache holds it: its logits are what is needed.
-    cached = cache.shared_prefix(prompt_ids[:-1])
-    cache.truncate(cached)
-
-    answer = AnswerIds(prompt_ids, options, vocabulary, context_length=model.context_length)
-    lookup = PromptLookup(prompt_ids) if model.scores else None
-    new_ids = np.array([prompt_ids[cached:]], np.int64)
-    while True:
-        if lookup is None:
-            chosen = [_choose(model, cache, new_ids, answer)]
-        else:
-            room = model.context_length - cache.length - new_ids.shape[1]
-            left = room if options.max_new_tokens is None else options.max_new_tokens - answer.made - 1
-            drafts = lookup.draft(min(room, left)) if answer.made else []
-            chosen = _verified(model, cache, new_ids, drafts, answer)
-            lookup.extend([token_id for token_id, _ in chosen])
-            if drafts:
-                lookup.learn(len(chosen) - 1)
-        for later, (token_id, logits) in zip(reversed(range(len(chosen))), chosen, strict=True):
-            if logits is None and (options.top_logits or options.logprobs is not None):
-                logits = answer.named(model.logits(cache)[0])
-            step = answer.take(token_id, logits)
-            if step.finish_reason is not None:
-                cache.truncate(cache.length - later)  # guesses that were right, and are not wanted
-            yield step
-            if step.finish_reason is not None:
-                return
-        new_ids = np.array([[token_id]], np.int64)
+    while live := [sequence for sequence in sequences if sequence.finish_reason is None]:
+        held = model.new_cache(batch_size=len(live)) if cache is None else cache
+        step = _single_step if len(live) == 1 else _batch_step
+        if len(live) == 1:
+            # The last id is computed even where the cache holds it: its logits are what is needed.
+            held.truncate(held.shared_prefix(live[0].token_ids[:-1]))
+            live[0].cached_tokens = held.length if not live[0].made else live[0].cached_tokens
+        while held.length < model.context_length:
+            yield from step(model, held, live)
+            if all(sequence.finish_reason is not None for sequence in live):
+                break
 
 
-def _choose(model: LogitsModel, cache: KVCache, new_ids: NDArray[np.int64], answer: AnswerIds) -> Chosen:
-    """The next id after these."""
+def _single_step(model: LogitsModel, cache: KVCache, live: Sequences) -> Iterator[tuple[Sequence, Token]]:
+    """One step of the one sequence: a token, or several where drafts of them were right."""
+    (sequence,) = live
+    found = _next_ids(model, cache, sequence)
+    # What the cache holds are right ids; the last one is not computed yet.
+    cache.truncate(len(sequence.token_ids) + len(found) - 1)
+    for chosen in found:
+        token = sequence.take(chosen)
+        if token.finish_reason is not None:
+            cache.truncate(len(sequence.token_ids) - 1)  # drafts that were right, and are not wanted
+        yield sequence, token
+        if token.finish_reason is not None:
+            return
+
+
+def _next_ids(model: LogitsModel, cache: KVCache, sequence: Sequence) -> list[Chosen]:
+    """What comes after the ids that the cache lacks."""
+    pending = sequence.token_ids[cache.length :]
     if model.chooses:
-        choose = model.decode_greedy if answer.made else model.prefill_greedy
-        return int(choose(cache, new_ids)[0]), None
-    return answer.choose((model.decode if answer.made else model.prefill)(cache, new_ids)[0])
-
-
-def _verified(
-    model: LogitsModel, cache: KVCache, new_ids: NDArray[np.int64], drafts: Sequence[int], answer: AnswerIds
-) -> list[Chosen]:
-    """The next ids after these, one more than the drafts that are right; what the cache holds is right."""
+        greedy = model.decode_greedy if sequence.made else model.prefill_greedy
+        token_id = int(greedy(cache, np.array([pending], np.int64))[0])
+        return [Chosen(token_id, sequence.named(model.logits(cache)[0]) if sequence.reports else None)]
+    drafts = sequence.drafts(_most_drafts(model, cache, len(pending))) if model.scores else []
     if not drafts:
-        return [_choose(model, cache, new_ids, answer)]
-    start = cache.length
-    chosen: list[Chosen] = []
-    given = np.concatenate([new_ids, np.array([drafts], np.int64)], axis=1)
-    for index, row in enumerate(model.score(cache, given, given.shape[1])[0]):
-        logits = answer.named(row)
-        if is_near(logits):
-            cache.truncate(start + index)
-            return [*chosen, _choose(model, cache, given[:, index : index + 1], answer)]
-        chosen.append((greedy(logits), logits))
-        if index == len(drafts) or chosen[-1][0] != drafts[index]:
-            break
-    cache.truncate(start + len(chosen))
-    return chosen
+        compute = model.decode if sequence.made and len(pending) == 1 else model.prefill
+        return [sequence.choose(compute(cache, np.array([pending], np.int64))[0])]
+    if len(pending) > 1:
+        model.prefill(cache, np.array([pending[:-1]], np.int64))
+    new_ids = np.array([[pending[-1], *drafts]], np.int64)
+    return sequence.verified(model.score(cache, new_ids, new_ids.shape[1])[0], drafts)
+
+
+def _most_drafts(model: LogitsModel, cache: KVCache, pending: int) -> int:
+    """As many as the context, a step and the memory for logits hold beside the id before them."""
+    room = model.context_length - cache.length - pending
+    return min(room, model.chunk(cache, ahead=pending - 1) - 1, SCORED_BYTES // (4 * model.vocab_size) - 1)
+
+
+def _batch_step(model: LogitsModel, cache: KVCache, live: Sequences) -> Iterator[tuple[Sequence, Token]]:
+    """One step of all rows; those that have ended go along, and nobody looks at them."""
+    if not cache.length:
+        padded = left_padded([sequence.token_ids for sequence in live])
+        logits = model.prefill(cache, padded.ids, padded.mask)
+    else:
+        logits = model.decode(cache, np.array([[sequence.token_ids[-1]] for sequence in live], np.int64))
+    for sequence, row in zip(live, logits, strict=True):
+        if sequence.finish_reason is None:
+            yield sequence, sequence.step(row)
+
+
+class Padded(NamedTuple):
+    """Prompts side by side, int64 [batch, S] both."""
+
+    ids: NDArray[np.int64]
+    mask: NDArray[np.int64] | None
+    """0 for padding; None where nothing is."""
+
+
+def left_padded(prompts: collections.abc.Sequence[collections.abc.Sequence[int]]) -> Padded:
+    """Prompts that end together; padding is id 0, which any embedding has."""
+    width = max(map(len, prompts))
+    ids = np.array([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], np.int64)
+    if all(len(prompt) == width for prompt in prompts):
+        return Padded(ids, None)
+    return Padded(ids, np.array([[0] * (width - len(p)) + [1] * len(p) for p in prompts], np.int64))

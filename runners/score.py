@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.model.kv_cache import KVCache
+from qwen_onnx.runners.generate import generate
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.sampling.logits import log_normaliser
+from qwen_onnx.runners.sequence import GivenSequence
 from qwen_onnx.runners.text.vocabulary import Vocabulary
-
-LOGIT_BYTES = 64 << 20
-"""Most bytes of logits at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,39 +48,25 @@ def score_ids(runner: Runner, token_ids: Sequence[int], vocabulary: Vocabulary) 
         UserError: fewer than two ids, or one that names no token; before any compute.
         NonFiniteLogitsError: the model computed NaN or infinity.
     """
-    ids = np.asarray(token_ids, np.int64)
-    if ids.size < 2:
+    ids = list(token_ids)
+    if len(ids) < 2:
         raise UserError(
-            f"{ids.size} tokens found, 2 or more wanted: each is scored given those before it, the first has none"
+            f"{len(ids)} tokens found, 2 or more wanted: each is scored given those before it, the first has none"
         )
-    nameless = ids[vocabulary.nameless(ids)]
+    numbers = np.asarray(ids, np.int64)
+    nameless = numbers[vocabulary.nameless(numbers)]
     if nameless.size:
         raise UserError(f"token id {nameless[0]} names no token, so that it has no probability")
     scorer = runner.scorer()
     cache, context = scorer.new_cache(), runner.context_length
     logprobs: list[float | None] = [None]
     windows = 0
-    while len(logprobs) < ids.size:
+    while len(logprobs) < len(ids):
         # The last id a window scores is after those it holds, and is not computed itself.
         first = len(logprobs) - max(1, context // 2) if windows else 0
-        window = ids[first : first + context + 1]
         done, windows = len(logprobs) - first, windows + 1
+        window = ids[first : first + context + 1]
+        sequence = GivenSequence(window[:done], window[done:], vocabulary, context_length=context)
         cache.truncate(0)
-        if done > 1:
-            scorer.prefill(cache, window[None, : done - 1])
-        rows = (row for rows in _logits(scorer, cache, window[done - 1 : -1]) for row in rows)
-        for token_id, row in zip(window[done:], rows, strict=True):
-            named = vocabulary.named(row)
-            logprobs.append(float(named[token_id]) - log_normaliser(named))
-    return Score(tuple(ids.tolist()), tuple(logprobs), windows)
-
-
-def _logits(runner: Runner, cache: KVCache, ids: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
-    """Append ids [S]; the logits after each, [n, vocab] at a time."""
-    most = max(1, LOGIT_BYTES // (4 * runner.manifest.vocab_size))
-    done = 0
-    while done < ids.size:
-        count = min(most, runner.chunk(cache), ids.size - done) if runner.scores else 1
-        new_ids = ids[None, done : done + count]
-        yield runner.score(cache, new_ids, count)[0] if runner.scores else runner.decode(cache, new_ids)
-        done += count
+        logprobs += [token.logprob for _, token in generate(scorer, [sequence], cache)]
+    return Score(tuple(ids), tuple(logprobs), windows)

@@ -7,6 +7,7 @@ with the same ones only, on any provider.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -20,18 +21,19 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_onnx.contract import past_names
+from qwen_onnx.contract.cache_spec import CacheSpec
+from qwen_onnx.contract.manifest import Manifest, is_weights
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import Manifest, is_weights
-from qwen_onnx.runners.model.kv_cache import HOST_TYPES, KVCache
+from qwen_onnx.runners.model.buffers import HOST_TYPES
+from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.text.prompts import verified_messages
 
 FORMAT, VERSION = "qwen-onnx session", "1"
 
 _TOKEN_IDS = "token_ids"
-_STORED = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
-"""A cache's dtype as safetensors spells it, and the bytes of a number."""
+_STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""A state's dtype as safetensors spells it."""
 _UNKNOWN = "0" * 64
 """In place of the sha256 of the file, which is of the file with this in it."""
 _MOST_HEADER = 100_000_000  # bytes, as safetensors has it
@@ -58,14 +60,14 @@ def save_session(
             "model": model_hash(manifest),
             "model_id": manifest.model_id,
             "dtype": manifest.dtype,
-            "cache_dtype": cache.dtype,
+            "cache_dtype": cache.spec.dtype,
             "tokens": cache.length,
             "messages": [dict(message) for message in (verified_messages(messages) if messages else [])],
         }
         metadata = {"format": FORMAT, "version": VERSION, "sha256": _UNKNOWN, "session": json.dumps(told)}
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"messages to be saved hold what JSON does not ({error})") from None
-    entries = _entries(cache.dtype, manifest, cache.length)
+    entries = _entries(cache.spec, cache.length)
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
     try:
@@ -112,7 +114,8 @@ def _load(path: Path, file: BinaryIO, runner: Runner) -> tuple[KVCache, list[dic
             f"{manifest.model_id!r} in {manifest.dtype!r}, has other weights, config or tokenizer"
         )
     length, dtype, messages = told.get("tokens"), told.get("cache_dtype"), told.get("messages")
-    if type(length) is not int or length < 0 or not isinstance(dtype, str) or dtype not in _STORED:
+    spec = _saved_spec(runner, dtype)
+    if type(length) is not int or length < 0 or spec is None:
         raise damaged
     if not isinstance(messages, list):
         raise damaged
@@ -121,7 +124,7 @@ def _load(path: Path, file: BinaryIO, runner: Runner) -> tuple[KVCache, list[dic
             verified_messages(messages)
     except UserError:
         raise damaged from None
-    entries = _entries(dtype, manifest, length)
+    entries = _entries(spec, length)
     nbytes = max(entry["data_offsets"][1] for entry in entries.values())
     if header.entries != entries or os.fstat(file.fileno()).st_size != len(header.content) + nbytes:
         raise damaged
@@ -133,8 +136,8 @@ def _load(path: Path, file: BinaryIO, runner: Runner) -> tuple[KVCache, list[dic
     digest = hashlib.sha256(header.content)
 
     def tensors() -> Iterator[NDArray[Any]]:
-        for name, entry in entries.items():
-            kind = np.int64 if name == _TOKEN_IDS else HOST_TYPES[dtype]
+        kinds: list[type[np.generic]] = [np.int64, *(HOST_TYPES[state.dtype] for state in spec.states)]
+        for entry, kind in zip(entries.values(), kinds, strict=True):
             content = file.read(math.prod(entry["shape"]) * np.dtype(kind).itemsize)
             digest.update(content)
             yield np.frombuffer(content, kind).reshape(entry["shape"])
@@ -143,7 +146,7 @@ def _load(path: Path, file: BinaryIO, runner: Runner) -> tuple[KVCache, list[dic
 
     saved = tensors()
     token_ids, cache = next(saved), runner.new_cache()
-    if cache.dtype == dtype:
+    if cache.spec.dtype == dtype:
         cache.fill(token_ids, saved)
     else:
         for _ in saved:
@@ -181,17 +184,26 @@ def _read_header(file: BinaryIO) -> _Header | None:
         return None
 
 
-def _entries(dtype: str, manifest: Manifest, length: int) -> dict[str, dict[str, Any]]:
-    """Of the tensors in a header, in the order of their bytes."""
-    stored, item = _STORED[dtype]
-    shape = [manifest.num_key_value_heads, length, manifest.head_dim]
-    entries, end = (
-        {_TOKEN_IDS: {"dtype": "I64", "shape": [length], "data_offsets": [0, 8 * length]}},
-        8 * length,
-    )
-    for name in past_names(manifest.num_hidden_layers):
-        begin, end = end, end + math.prod(shape) * item
-        entries[name] = {"dtype": stored, "shape": shape, "data_offsets": [begin, end]}
+def _saved_spec(runner: Runner, dtype: object) -> CacheSpec | None:
+    """Of the cache that a session was saved from, which may be another provider's; None: there is no such dtype."""
+    found = next((spec for spec in runner.manifest.caches.values() if spec.dtype == dtype), None)
+    if found is not None or not isinstance(dtype, str) or dtype not in _STORED:
+        return found
+    # Another export of these weights has graphs that compute in it.
+    states = runner.cache_spec.states
+    return CacheSpec(tuple(dataclasses.replace(state, dtype=dtype) for state in states))
+
+
+def _entries(spec: CacheSpec, length: int) -> dict[str, dict[str, Any]]:
+    """Of the tensors in a header, in the order of their bytes: the ids, and row 0 of each state."""
+    end = 8 * length
+    entries: dict[str, dict[str, Any]] = {
+        _TOKEN_IDS: {"dtype": "I64", "shape": [length], "data_offsets": [0, end]}
+    }
+    for state in spec.states:
+        begin, end = end, end + state.nbytes(batch_size=1, slots=length)
+        shape = [*state.sizes(batch_size=1, slots=length)[1:]]
+        entries[state.past] = {"dtype": _STORED[state.dtype], "shape": shape, "data_offsets": [begin, end]}
     return entries
 
 

@@ -22,7 +22,7 @@ PAUSE = 16
 
 NEAR = 1e-4
 """Where the best logit leads by less, as a share of its size or of 10, the token is computed alone: sums in another
-order differ by 5e-6 of logits of order 5. (Products over quantised weights differ by a hundredth, since activations
+order differ by 5e-6 of logits of order 5. (Products over quantized weights differ by a hundredth, since activations
 round to another of 8 bits; hence no guesses there.)"""
 
 

@@ -37,12 +37,12 @@ def generate(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
         sys.exit(f"1 to {manifest['context_length']} tokens of prompt wanted, found {len(step)}")
     while len(made) < max_new_tokens and held + len(step) <= manifest["context_length"]:
         length = held + len(step)
-        feeds = {
+        inputs = {
             "input_ids": np.array([step], np.int64),
             "attention_mask": np.ones((1, length), np.int64),  # over the held tokens and the new ones
             "position_ids": np.arange(held, length, dtype=np.int64)[None],
         }
-        logits, *longer = session.run(["logits", *presents], feeds | past)
+        logits, *longer = session.run(["logits", *presents], inputs | past)
         past, held = dict(zip(past, longer, strict=True)), length
         step = [int(logits[0, -1, :named].argmax())]
         made += step

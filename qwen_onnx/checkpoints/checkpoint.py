@@ -14,8 +14,8 @@ import numpy as np
 
 from qwen_onnx.checkpoints.config import QwenConfig, parse_config
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header, refuse_unprintable, same_tensor
+from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.json_file import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

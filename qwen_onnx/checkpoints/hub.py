@@ -12,8 +12,8 @@ from pathlib import Path
 
 from qwen_onnx.checkpoints.checkpoint import INDEX_FILE, SIDE_FILES, SINGLE_FILE
 from qwen_onnx.checkpoints.config import parse_config
+from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.json_file import read_json
 
 DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 BUNDLED_MODEL = "tiny"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import itertools
 import platform
@@ -15,21 +14,19 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import psutil
 
-from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES, StoredTensor, read_header
-from qwen_onnx.contract import DTYPES
+from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header
+from qwen_onnx.checks.machine import describe_machine, read_bandwidth
+from qwen_onnx.contract.manifest import is_weights
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import is_weights
 from qwen_onnx.memory import anonymous_memory, peak_memory
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.machine import physical_cores
-from qwen_onnx.runners.runtime.session import SessionOptions, import_onnxruntime, installed_distributions
-from qwen_onnx.runners.sampling.params import SamplingOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.runtime.session import import_onnxruntime, installed_distributions
+from qwen_onnx.runners.sampling.request import PLAIN
 
-_PROBE_BYTES = 256 << 20
-_PROBES = 7
 _NOT_READ = ("rotary.cos", "rotary.sin")
 
 
@@ -158,15 +155,7 @@ def _timed(
                 ids[0] = int(rng.integers(0, size))
             first_ids.add(ids[0])
             ttft, times, inside = 0.0, [], []
-            tokens = chat.generate(
-                ids,
-                max_new_tokens=new_tokens,
-                ignore_eos=True,
-                sampling=SamplingOptions.greedy(),
-                stop=(),
-                min_new_tokens=0,
-            )
-            for token in tokens:
+            for token in chat.generate(ids, **PLAIN, max_new_tokens=new_tokens):
                 ttft = token.ttft_ms
                 times.append(time.perf_counter())
                 inside.append(sum(spent))
@@ -210,71 +199,4 @@ def step_bytes(runner: Runner, live: int) -> int:
         if name not in _NOT_READ and not (untied and name.startswith("model.embed_tokens."))
     }
     widened = runner.provider == "cpu" and manifest.dtype in ("f16", "bf16")
-    item = FLOAT_DTYPES[DTYPES[_CACHE_DTYPES[runner.compute_dtype]]].itemsize
-    of_cache: int = 2 * manifest.num_hidden_layers * manifest.num_key_value_heads * manifest.head_dim * item
-    return sum(read.values()) * (2 if widened else 1) + live * of_cache
-
-
-_CACHE_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-
-
-def read_bandwidth(threads: int) -> float:
-    """Bytes read from memory a second by so many threads, the best of a few tries, in 10^9."""
-    parts = np.array_split(np.ones(_PROBE_BYTES // 4, np.float32), 4 * threads)
-    best = 0.0
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for _ in range(_PROBES):
-            begun = time.perf_counter()
-            list(pool.map(np.max, parts))
-            best = max(best, _PROBE_BYTES / (time.perf_counter() - begun))
-    return best / 1e9
-
-
-def describe_machine() -> str:
-    """Processor, cores, memory and system."""
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        cpu = names[0] if names else cpu
-    except OSError:  # no Linux
-        pass
-    memory = psutil.virtual_memory().total / 1e9
-    clock = psutil.cpu_freq()
-    cpu += f" at {clock.current:,.0f} MHz" if clock else ""
-    return f"{cpu}, {physical_cores()} cores, {memory:.0f} GB, {platform.system()} {platform.release()}"
-
-
-def as_json(found: Benchmark) -> dict[str, Any]:
-    """What `bench --json` prints."""
-    return dataclasses.asdict(found) | {"bandwidth_share": found.bandwidth_share}
-
-
-def as_text(found: Benchmark) -> str:
-    """What `bench` prints."""
-    share = found.outside_ms / found.step_ms.median
-    lines = [
-        f"{found.export}: {found.model_id}, {found.dtype}, on {found.how}, {found.threads} threads",
-        f"{found.machine}; {found.versions}",
-        f"{found.prompt_tokens} prompt tokens, {found.new_tokens} new, {found.repeats} repeats: "
-        "median (lowest to highest)",
-        f"load          {found.load_s:.2f} s",
-        f"TTFT          {_spread(found.ttft_ms, 1)} ms",
-        f"decode        {_spread(found.tokens_per_s, 1)} tokens/s, {_spread(found.step_ms, 2)} ms a token",
-        f"outside ORT   {found.outside_ms:.2f} ms a token, {share:.1%}",
-    ]
-    if found.bandwidth_gb_s is not None and found.bandwidth_share is not None:
-        lines.append(
-            f"bandwidth     {found.bytes_per_step / 1e6:,.0f} MB a token at {found.bandwidth_gb_s:.1f} GB/s measured "
-            f"here: {found.bandwidth_share:.0%} of it"
-        )
-    memory = [f"weights files {found.weights_bytes / 1e6:,.0f} MB"]
-    if found.anonymous_bytes is not None:
-        memory.insert(0, f"{found.anonymous_bytes / 1e6:,.0f} MB private")
-    if found.peak_bytes is not None:
-        memory.insert(1, f"peak {found.peak_bytes / 1e6:,.0f} MB with mapped files")
-    return "\n".join([*lines, f"memory        {', '.join(memory)}"])
-
-
-def _spread(spread: Spread, digits: int) -> str:
-    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
+    return sum(read.values()) * (2 if widened else 1) + live * runner.cache_spec.slot_bytes

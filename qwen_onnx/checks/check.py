@@ -18,20 +18,21 @@ from qwen_onnx.checks.golden import Finding, check_golden
 from qwen_onnx.checks.info import load_graph, tensor_spec
 from qwen_onnx.checks.logits import check_logits, check_quality
 from qwen_onnx.checks.runtimes import check_runtime, verify_runtime
-from qwen_onnx.contract import DTYPES, QUANTISED, BlockPlan, Blocks
+from qwen_onnx.contract import DTYPES, QUANTIZED
+from qwen_onnx.contract.json_file import read_json
+from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights, read_manifest
+from qwen_onnx.contract.quant import QuantConfig, QuantPlan
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.layouts.known import choose_layout
-from qwen_onnx.exports.plan import GraphPlan, graph_plans, panel_plans, portable_plans, quantised_plans
+from qwen_onnx.exports.plan import ExportKind, GraphPlan, graph_plans
 from qwen_onnx.exports.weights import PIECE, OutputTensor, rotary_tensors, stored_as
 from qwen_onnx.exports.writer import hash_file
-from qwen_onnx.graphs.build import verify
-from qwen_onnx.json_file import read_json
-from qwen_onnx.manifest import GraphSpec, Manifest, is_weights, read_manifest
+from qwen_onnx.graphs.graph_file import verify
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.options import OPTIMIZATION_LEVELS, SessionOptions
 from qwen_onnx.runners.runtime.providers import choose_provider
-from qwen_onnx.runners.runtime.session import OPTIMIZATION_LEVELS, SessionOptions
-from qwen_onnx.runners.text.eos_ids import stop_ids
+from qwen_onnx.runners.text.eos_ids import eos_ids
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -40,17 +41,16 @@ P = ParamSpec("P")
 
 def check_export(
     folder: Path,
+    options: SessionOptions | None = None,
     *,
     against: str | None = None,
-    provider: str = "auto",
-    tf32: bool = False,
     runtime: str | None = None,
 ) -> Iterator[Finding]:
     """Check an export, a finding at a time; it is good when all of them are.
 
     Args:
+        options: the provider; with TF32 the bounds are those of f32 still.
         against: checkpoint (folder, Hub id or `tiny`) to compare weights and logits with.
-        tf32: on CUDA, with factors of f32 products rounded; the bounds are those of f32 still.
         runtime: have this one of RUNTIMES choose the greedy ids too.
 
     Raises:
@@ -59,7 +59,8 @@ def check_export(
     manifest = read_manifest(folder)
     if runtime is not None:
         verify_runtime(runtime, manifest)
-    provider = choose_provider(provider, manifest)
+    options = options or SessionOptions()
+    choose_provider(options.provider, manifest)
     damaged = _damaged_files(folder, manifest)
     yield Finding(not damaged, f"files: {len(manifest.files)} as written" if not damaged else damaged[0])
     if damaged:
@@ -76,14 +77,14 @@ def check_export(
         if fault is not None:
             return
     try:
-        chat = Chat(Runner(folder, SessionOptions(provider, tf32=tf32)))
+        chat = Chat(Runner(folder, options))
     except UserError as error:
         yield Finding(False, str(error))
         return
     yield Finding(True, f"runs: {chat.runner.graph.file} on {chat.runner.describe()}")
     if checkpoint is not None:
         yield _finding(check_logits, chat, manifest, checkpoint)
-    if checkpoint is not None and manifest.quantised:
+    if checkpoint is not None and manifest.quantized:
         yield _finding(check_quality, chat, manifest, checkpoint)
     golden = _finding(check_golden, chat, manifest)
     if not golden.ok:
@@ -155,7 +156,7 @@ def _check_manifest(folder: Path, manifest: Manifest) -> Finding:
     has_tokenizer = (folder / TOKENIZER_FILE).exists()
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
     template = ChatTemplate.from_folder(folder) if has_tokenizer else None
-    if sorted(stop_ids(folder, tokenizer, template)) != sorted(manifest.eos_token_ids):
+    if sorted(eos_ids(folder, tokenizer, template)) != sorted(manifest.eos_token_ids):
         return Finding(False, "manifest: eos_token_ids are not those of its config files and template")
     return Finding(True, "manifest: as its graphs, tables and config files say")
 
@@ -180,16 +181,21 @@ def _beside(graph: GraphSpec, location: str) -> str:
 
 
 def _plans(config: QwenConfig, manifest: Manifest) -> list[GraphPlan]:
-    if manifest.target == "portable":
-        split = any(graph.entry == "decode" for graph in manifest.graphs)
-        layout, _ = choose_layout(manifest.layout, manifest.target, manifest.dtype)
-        return portable_plans(manifest.dtype, layout, split=split)
-    if manifest.panel_rows:
-        return panel_plans(manifest.panel_rows)
-    if manifest.dtype in QUANTISED:
-        blocks = Blocks(QUANTISED[manifest.dtype], 32)  # whatever they are: the plans are the same
-        return quantised_plans(config, BlockPlan(blocks, blocks))
-    return graph_plans(config, manifest.dtype)
+    """Those of an export of this kind."""
+    layout, _ = choose_layout(manifest.layout, manifest.target, manifest.dtype)
+    quant = None
+    if manifest.dtype in QUANTIZED:
+        some = QuantConfig(QUANTIZED[manifest.dtype], 32)  # whatever it is: the graphs are the same
+        quant = QuantPlan(some, some)
+    kind = ExportKind(
+        manifest.dtype,
+        layout,
+        portable=manifest.target == "portable",
+        split=any(graph.entry == "decode" for graph in manifest.graphs),
+        quant=quant,
+        panel_rows=manifest.panel_rows,
+    )
+    return graph_plans(config, kind)
 
 
 def _check_weights(path: Path) -> Finding:
@@ -222,8 +228,8 @@ def _foreign_weights(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -
     made = rotary_tensors(checkpoint.config, manifest.context_length)
     own: list[OutputTensor] = []
     for name, tensor in checkpoint.tensors.items():
-        blocks = manifest.quantised.get(name)
-        own += stored_as(tensor, dtype, blocks=blocks, panel_rows=manifest.panel_rows)
+        quant = manifest.quantized.get(name)
+        own += stored_as(tensor, dtype, quant=quant, panel_rows=manifest.panel_rows)
     for wanted in [*own, *made]:
         found = stored.get(wanted.name)
         if found is None or (found.dtype, found.shape) != (wanted.dtype, wanted.shape):

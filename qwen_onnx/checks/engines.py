@@ -10,7 +10,7 @@ from qwen_onnx.checks.golden import check_golden
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 
 
 def build_engine(folder: Path, *, max_context: int | None, report: Callable[[str], None]) -> str:
@@ -23,7 +23,7 @@ def build_engine(folder: Path, *, max_context: int | None, report: Callable[[str
     Raises:
         UserError: TensorRT does not start, or its engine gives other tokens than the CPU.
     """
-    chat = Chat(Runner(folder, SessionOptions("tensorrt"), max_context=max_context))
+    chat = Chat(Runner(folder, SessionOptions(provider="tensorrt", max_context=max_context)))
     if chat.runner.engine is not None:
         report(chat.runner.engine.describe())
     return verify_engine(chat)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable
 
 from qwen_onnx.checks.tolerances import logit_bound
+from qwen_onnx.contract.manifest import Golden, Manifest, write_manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import Golden, Manifest, write_manifest
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
-from qwen_onnx.runners.sampling.params import SamplingOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.sampling.request import PLAIN
 
 GOLDEN_TOKENS = 32
 _GOLDEN_TEXT = "Count from one to five, then spell the word stone."
@@ -40,7 +40,7 @@ def check_golden(chat: Chat, manifest: Manifest) -> Finding:
         return Finding(True, f"golden ids: none, a context of {context} has no room for a prompt and one")
     if kept and provider == "cpu":
         return Finding(True, f"golden ids: {len(golden.token_ids)} {kept}, on the CPU provider")
-    kind = "int8" if manifest.quantised else chat.runner.compute_dtype
+    kind = "int8" if manifest.quantized else chat.runner.compute_dtype
     bound = logit_bound(kind, layers=manifest.num_hidden_layers, largest=0.0)
 
     def greedy(ids: list[int], count: int) -> list[int]:
@@ -56,7 +56,7 @@ def golden_of(chat: Chat, manifest: Manifest) -> tuple[Golden | None, str]:
         return golden, ""
     on_cpu = chat
     if chat.runner.provider != "cpu":
-        on_cpu = Chat(Runner(folder, SessionOptions("cpu"), max_context=context))
+        on_cpu = Chat(Runner(folder, SessionOptions(provider="cpu", max_context=context)))
     prompt = golden_prompt(on_cpu, manifest)[: max(1, context // 2)]
     if len(prompt) >= context:
         return None, ""
@@ -103,17 +103,7 @@ def compare_golden(found: Golden, golden: Golden, bound: float, provider: str) -
 def record_golden(chat: Chat, prompt_ids: list[int], count: int = GOLDEN_TOKENS) -> Golden:
     """Greedy ids after a prompt, past end tokens, and the margin of each choice."""
     count = min(count, chat.runner.context_length - len(prompt_ids))
-    tokens = list(
-        chat.generate(
-            prompt_ids,
-            max_new_tokens=count,
-            ignore_eos=True,
-            top_logits=2,
-            sampling=SamplingOptions.greedy(),
-            stop=(),
-            min_new_tokens=0,
-        )
-    )
+    tokens = list(chat.generate(prompt_ids, **PLAIN, max_new_tokens=count, top_logits=2))
     margins = [token.top_logits[0][1] - token.top_logits[-1][1] for token in tokens]
     return Golden(tuple(prompt_ids), tuple(token.token_id for token in tokens), tuple(margins))
 

@@ -8,53 +8,72 @@ from pathlib import Path
 import onnx
 
 from qwen_onnx.checks.known_runtimes import describe_runtimes
-from qwen_onnx.contract import Blocks
+from qwen_onnx.contract.manifest import GraphSpec, Manifest, TensorSpec, is_weights, read_manifest
+from qwen_onnx.contract.quant import QuantConfig
 from qwen_onnx.errors import UserError, printable
-from qwen_onnx.manifest import GraphSpec, Manifest, TensorSpec, read_manifest
 
 
-def describe(folder: Path) -> str:
-    """The text of `qwen-onnx info`.
+def describe(folder: Path, *, graphs: bool = False) -> str:
+    """The text of `qwen-onnx info`: one screen, and with `graphs` what each file and graph is.
 
     Raises:
-        UserError: not an export, or a graph that is missing or unreadable.
+        UserError: not an export; or, with `graphs`, a graph that is missing or unreadable.
     """
     manifest = read_manifest(folder)
+    lines = _summary(manifest)
+    if graphs:
+        lines += ["", "files", *(f"  {spec.size:>15,}  {name}" for name, spec in manifest.files.items())]
+        for graph in manifest.graphs:
+            runtimes = (f"  {line}" for line in describe_runtimes(manifest, graph))
+            lines += ["", *_describe_graph(folder, graph), *runtimes]
+    else:
+        lines.append("`--graphs` shows files, inputs, outputs, operators, and what runs each graph")
+    return "\n".join(map(printable, lines))
+
+
+def _summary(manifest: Manifest) -> list[str]:
     golden = len(manifest.golden.token_ids) if manifest.golden else "none yet; `qwen-onnx check` records them"
-    portable = manifest.target == "portable"
-    lines = [
+    sizes = {name: spec.size for name, spec in manifest.files.items()}
+    weights = sum(size for name, size in sizes.items() if is_weights(name))
+    entries: dict[str, list[str]] = {}
+    for graph in manifest.graphs:
+        for provider in graph.providers:
+            entries.setdefault(provider, []).append(graph.entry)
+    return [
         f"model      {manifest.model_id}" + (f" at {manifest.revision}" if manifest.revision else ""),
         f"kind       {manifest.architecture}, {manifest.num_hidden_layers} layers, "
         f"{manifest.num_key_value_heads} key/value heads of {manifest.head_dim}, vocabulary {manifest.vocab_size}",
         f"dtype      {manifest.dtype}",
+        *_describe_quantization(manifest),
         f"target     {manifest.target}"
         + (f", laid out for {manifest.layout}" if manifest.layout != "plain" else "")
         + (f", panels of {manifest.panel_rows} rows" if manifest.panel_rows else ""),
-        *_describe_blocks(manifest),
         f"context    {manifest.context_length} tokens",
+        *(
+            f"{'cache' if not number else '':<10} {cache.slot_bytes:,} bytes a token ({name})"
+            for number, (name, cache) in enumerate(manifest.caches.items())
+        ),
         f"end tokens {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
+        f"size       {sum(sizes.values()):,} bytes in {len(sizes)} files, weights {weights:,}",
+        *(
+            f"{'graphs' if not number else '':<10} {provider}: {', '.join(dict.fromkeys(own))}"
+            for number, (provider, own) in enumerate(entries.items())
+        ),
         f"needs      ONNX Runtime {manifest.min_onnxruntime} or newer"
-        + (" in our runner" if portable else ""),
+        + (" in our runner" if manifest.target == "portable" else ""),
         f"made with  {', '.join(f'{name} {version}' for name, version in manifest.packages.items())}",
         f"golden ids {golden}",
-        "",
-        "files",
-        *(f"  {spec.size:>15,}  {name}" for name, spec in manifest.files.items()),
     ]
-    for graph in manifest.graphs:
-        runtimes = (f"  {line}" for line in describe_runtimes(manifest, graph))
-        lines += ["", *_describe_graph(folder, graph), *runtimes]
-    return "\n".join(map(printable, lines))
 
 
-def _describe_blocks(manifest: Manifest) -> list[str]:
-    """How matrices are quantised, where they are."""
-    formats: dict[Blocks, list[str]] = {}
-    for name, blocks in manifest.quantised.items():
-        formats.setdefault(blocks, []).append(name)
+def _describe_quantization(manifest: Manifest) -> list[str]:
+    """How matrices are quantized, where they are."""
+    formats: dict[QuantConfig, list[str]] = {}
+    for name, quant in manifest.quantized.items():
+        formats.setdefault(quant, []).append(name)
     return [
-        f"quantised  {len(names)} matrices to {blocks.bits} bits in blocks of {blocks.block_size}, {names[0]} first"
-        for blocks, names in formats.items()
+        f"quantized  {len(names)} matrices to {quant.bits} bits in blocks of {quant.block_size}, {names[0]} first"
+        for quant, names in formats.items()
     ]
 
 

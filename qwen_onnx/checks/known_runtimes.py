@@ -5,7 +5,7 @@ To load is not enough: tinygrad reads any graph, and ends at the first operator 
 
 from __future__ import annotations
 
-from qwen_onnx.manifest import GraphSpec, Manifest
+from qwen_onnx.contract.manifest import GraphSpec, Manifest
 
 _ORT = ("ONNX Runtime in Python", "in Node", "in browsers")
 _FEEDERS = ("onnxruntime-genai", "optimum", "transformers.js")
@@ -32,7 +32,7 @@ def runs_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
         return STATIC
     # It has MatMulNBits, GatherBlockQuantized and GroupQueryAttention for f32, and neither FusedMatMul nor
     # TensorScatter.
-    in_f32 = manifest.quantised and graph.lowering == "contrib" and "cpu" in graph.providers
+    in_f32 = manifest.quantized and graph.lowering == "contrib" and "cpu" in graph.providers
     return (*CONTRIB, "OpenVINO") if in_f32 else CONTRIB
 
 

@@ -1,4 +1,4 @@
-"""The logits of an export against float64: how far they may differ, and what quantising cost."""
+"""The logits of an export against float64: how far they may differ, and what quantizing cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES, read_header
 from qwen_onnx.checks.golden import Finding, golden_prompt
 from qwen_onnx.checks.tolerances import logit_bound
 from qwen_onnx.contract import DTYPES, QWEIGHT, SCALES, WEIGHTS_FILE
-from qwen_onnx.exports.quantize import Scheme, dequantise
-from qwen_onnx.manifest import Manifest
+from qwen_onnx.contract.manifest import Manifest
+from qwen_onnx.exports.quantize import dequantize
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners.chat import Chat
 
@@ -28,23 +28,23 @@ def check_logits(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Find
     """Logits of a fixed text against the reference in float64, over the weights as they are stored."""
     found, ids = _logits(chat, manifest)
     rounded = FLOAT_DTYPES[DTYPES.get(manifest.dtype, "F32")]
-    stored = read_header(chat.runner.folder / WEIGHTS_FILE) if manifest.quantised else {}
+    stored = read_header(chat.runner.folder / WEIGHTS_FILE) if manifest.quantized else {}
 
     def read(name: str) -> NDArray[Any]:
         tensor = checkpoint.read(name)
-        if (blocks := manifest.quantised.get(name)) is None:
+        if (blocks := manifest.quantized.get(name)) is None:
             return tensor.astype(rounded, copy=False)
         stem = name.removesuffix("weight")
         integers, scales = stored[stem + QWEIGHT], stored[stem + SCALES].numpy()
         packed = np.memmap(integers.file, np.uint8, "r", integers.offset, integers.shape)
-        return dequantise(packed, scales, tensor.shape[1], Scheme(blocks.bits, blocks.block_size))
+        return dequantize(packed, scales, tensor.shape[1], blocks)
 
     wanted = reference_logits(checkpoint.config, read, ids, last=len(found))
     return compare_logits(found, wanted, chat.runner.arithmetic, layers=manifest.num_hidden_layers)
 
 
 def check_quality(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Finding:
-    """What quantising cost. It is for the user to judge, so that this is never bad."""
+    """What quantizing cost. It is for the user to judge, so that this is never bad."""
     found, ids = _logits(chat, manifest)
     wanted = reference_logits(checkpoint.config, checkpoint.read, ids, last=len(found))
     kl = float(np.mean(_kl(wanted, found.astype(np.float64))))

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from qwen_onnx.checks.golden import Finding, Greedy, compare_golden, golden_of, greedy_along
 from qwen_onnx.checks.tolerances import logit_bound
-from qwen_onnx.contract import ATTENTION_MASK, INPUT_IDS, LOGITS, POSITION_IDS, past_names, present_names
+from qwen_onnx.contract import ATTENTION_MASK, INPUT_IDS, LOGITS, POSITION_IDS
+from qwen_onnx.contract.manifest import GraphSpec, Manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.layouts.genai import GENAI_CONFIG
-from qwen_onnx.manifest import GraphSpec, Manifest
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.runtime.session import first_line, import_onnxruntime
 
-Feeds = dict[str, NDArray[Any]]
-Step = Callable[[Feeds], dict[str, NDArray[Any]]]
+Inputs = dict[str, NDArray[Any]]
+Step = Callable[[Inputs], dict[str, NDArray[Any]]]
 """Inputs by name to outputs by name: one run of a graph."""
 
 RUNTIMES = {
@@ -85,7 +85,7 @@ def _onnxruntime(path: Path, graph: GraphSpec) -> Step:
     ort = import_onnxruntime()
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [spec.name for spec in graph.outputs]
-    return lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
+    return lambda inputs: dict(zip(names, session.run(names, inputs), strict=True))
 
 
 def _openvino(path: Path, graph: GraphSpec) -> Step:
@@ -93,8 +93,8 @@ def _openvino(path: Path, graph: GraphSpec) -> Step:
     # By default it computes f32 in bf16 where the processor can.
     model = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
-    def step(feeds: Feeds) -> dict[str, NDArray[Any]]:
-        found = model(feeds, share_inputs=False)
+    def step(inputs: Inputs) -> dict[str, NDArray[Any]]:
+        found = model(inputs, share_inputs=False)
         return {spec.name: np.array(found[spec.name]) for spec in graph.outputs}
 
     return step
@@ -104,8 +104,8 @@ def _tract(path: Path, graph: GraphSpec) -> Step:
     tract: Any = importlib.import_module("tract")
     model = tract.onnx().load(str(path)).into_model().into_runnable()
 
-    def step(feeds: Feeds) -> dict[str, NDArray[Any]]:
-        found = model.run([feeds[spec.name] for spec in graph.inputs])
+    def step(inputs: Inputs) -> dict[str, NDArray[Any]]:
+        found = model.run([inputs[spec.name] for spec in graph.inputs])
         return {spec.name: value.to_numpy() for spec, value in zip(graph.outputs, found, strict=True)}
 
     return step
@@ -113,23 +113,19 @@ def _tract(path: Path, graph: GraphSpec) -> Step:
 
 def _loop(step: Step, manifest: Manifest, graph: GraphSpec) -> Greedy:
     """Greedy decoding over a growing cache."""
-    specs = {spec.name: spec for spec in graph.inputs}
-    past, present = (names(manifest.num_hidden_layers) for names in (past_names, present_names))
+    states = manifest.caches[graph.cache or ""].states
 
     def greedy(ids: list[int], count: int) -> list[int]:
-        cache = {
-            name: np.zeros((1, int(specs[name].shape[1]), 0, int(specs[name].shape[3])), specs[name].dtype)
-            for name in past
-        }
+        cache = {state.past: np.zeros(state.sizes(batch_size=1, slots=0), state.dtype) for state in states}
         new, held, made = ids, 0, list[int]()
         for _ in range(min(count, manifest.context_length - len(ids))):
-            feeds = {
+            inputs = {
                 INPUT_IDS: np.array([new], np.int64),
                 ATTENTION_MASK: np.ones((1, held + len(new)), np.int64),
                 POSITION_IDS: np.arange(held, held + len(new), dtype=np.int64)[None],
             }
-            found = step({**feeds, **cache})
-            cache = {name: found[other] for name, other in zip(past, present, strict=True)}
+            found = step({**inputs, **cache})
+            cache = {state.past: found[state.present] for state in states}
             held += len(new)
             new = [int(found[LOGITS][0, -1].argmax())]
             made += new

@@ -34,7 +34,7 @@ def logit_bound(dtype: str, *, layers: int, largest: float) -> float:
     """The table's bound for a deeper model and larger logits: roundings add up like a random walk.
 
     Args:
-        dtype: float32, float16 or bfloat16; int8 for products over quantised weights.
+        dtype: float32, float16 or bfloat16; int8 for products over quantized weights.
         layers: of the model.
         largest: the largest |logit|.
     """

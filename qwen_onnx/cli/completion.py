@@ -1,15 +1,16 @@
-"""One prompt, one answer: consumes a generation and keeps what is worth reporting of it."""
+"""One prompt, one completion: consumes a generation and keeps what is worth reporting of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Prompt, Token
-from qwen_onnx.runners.generate import FinishReason
-from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.runners.output import FinishReason
+from qwen_onnx.runners.sampling.request import Request
 from qwen_onnx.runners.text.reasoning import OPEN, ReasoningSplitter, Said, closed, split
 from qwen_onnx.runners.text.tool_calls import ToolCall, parse_tool_calls
 
@@ -28,7 +29,7 @@ class TokenLogprob:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Completion:
     """A finished generation."""
 
     prompt_ids: list[int]
@@ -55,7 +56,7 @@ class Answer:
         cls,
         prompt_ids: list[int],
         tokens: Sequence[Token],
-        request: GenerationRequest,
+        request: Request,
         reason: FinishReason,
         *,
         begun: bool | None,
@@ -98,22 +99,24 @@ class Answer:
         return fields
 
 
-def answer(
+def complete(
     chat: Chat,
     prompt: Prompt,
-    request: GenerationRequest,
+    asked: Mapping[str, Any],
     *,
     on_token: Callable[[Token | None, Said], None] = lambda token, said: None,
-) -> Answer:
+) -> Completion:
     """Generate to the end, or to Ctrl-C: then what there is so far is the answer, `interrupted`.
 
     Args:
+        asked: values of Request by field name.
         on_token: gets each token as it comes, and what became certain with it of reasoning and answer (all of it is
             answer where the prompt is no chat); None at the end, with what was held back.
 
     Raises:
         UserError: as `Chat.generate`.
     """
+    request = chat.request(asked)
     prompt_ids = chat.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
     chatting = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt[:1])
     begun = begins_reasoning(chat, prompt_ids) if chatting else None
@@ -122,7 +125,7 @@ def answer(
     # Nothing asked for is nothing missing: max_new_tokens 0 ends by length.
     reason = FinishReason.LENGTH
     try:
-        for token in chat.stream(prompt_ids, request):
+        for token in chat.generate(prompt_ids, **asked):
             tokens.append(token)
             reason = token.finish_reason or FinishReason.INTERRUPTED
             on_token(token, Said(answer=token.text) if splitter is None else splitter.push(token.text))
@@ -130,24 +133,23 @@ def answer(
         reason = FinishReason.INTERRUPTED
     if splitter is not None:
         on_token(None, splitter.flush())
-    return Answer.of(prompt_ids, tokens, request, reason, begun=begun)
+    return Completion.of(prompt_ids, tokens, request, reason, begun=begun)
 
 
-def bounded(chat: Chat, request: GenerationRequest) -> GenerationRequest:
-    """With a number of tokens that an answer ends at, whoever says it."""
-    given = (request.max_new_tokens, chat.defaults.max_new_tokens)
-    most = next((count for count in given if count is not None), MOST_TOKENS)
-    return dataclasses.replace(request, max_new_tokens=most)
+def bounded(chat: Chat, asked: Given) -> dict[str, Any]:
+    """What was asked, with a number of tokens that an answer ends at, whoever says it."""
+    own = chat.generation_config.given.get("max_new_tokens", MOST_TOKENS)
+    return {"max_new_tokens": own, **asked}
 
 
-def verify_for_template(chat: Chat, request: GenerationRequest) -> None:
+def verify_for_template(chat: Chat, asked: Given) -> None:
     """Raises UserError for what the chat template would pass over without a word."""
     source = chat.template.source if chat.template else ""
-    if request.enable_thinking is not None and "enable_thinking" not in source:
+    if asked.get("enable_thinking") is not None and "enable_thinking" not in source:
         raise UserError(
             f"{chat.runner.folder}: its chat template has no switch for thinking (--think, --no-think)"
         )
-    if request.tools is not None and "tools" not in source:
+    if asked.get("tools") is not None and "tools" not in source:
         raise UserError(f"{chat.runner.folder}: its chat template shows no tools to the model")
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import platformdirs
 
 from qwen_onnx.checkpoints.hub import SMALL_FILES, ModelSource
+from qwen_onnx.contract.manifest import MANIFEST_FILE
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.publish.staging import discard, sweep
-from qwen_onnx.manifest import MANIFEST_FILE
 
 CACHE_VARIABLE = "QWEN_ONNX_CACHE"
 _PARTS = 3  # after the model: source, dtype and layout, package version
@@ -49,7 +49,7 @@ def cache_folder(override: Path | None = None) -> Path:
 
 
 def cached_export_path(cache: Path, source: ModelSource, kind: str) -> Path:
-    """Where the export of `source` of this kind lies, or is to be made: a dtype, or `f32-cpu16` for one in panels.
+    """Where the export of `source` of this kind lies, or is to be made: a dtype, or `f32-panels16` for one in panels.
 
     A changed checkpoint, another dtype and another version of this package each give another name:
     `Qwen--Qwen2.5-0.5B-Instruct--7ae557604adf--f32--0.3.0`.

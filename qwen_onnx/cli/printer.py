@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 
-from qwen_onnx.cli.completion import Answer
+from qwen_onnx.cli.completion import Completion
 from qwen_onnx.memory import peak_memory
+from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Token
-from qwen_onnx.runners.sampling.request import GenerationRequest
 from qwen_onnx.runners.text.reasoning import Said
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-class Screen:
+class Printer:
     """Answers go to stdout; reasoning, dimmed where that can be, and all else to stderr."""
 
     def __init__(self, chat: Chat, *, show_thinking: bool = True, color: bool = True) -> None:
@@ -24,7 +24,7 @@ class Screen:
         self._harmless = sys.stdout.isatty()
         self._thinking = self._in_line = False
 
-    def show(self, token: Token | None, said: Said) -> None:
+    def print_token(self, token: Token | None, said: Said) -> None:
         """Print what one token says, or its id where there is no tokenizer; and what was asked for beside it."""
         if token is not None:
             self._details(token)
@@ -90,19 +90,20 @@ def _spelled(character: str) -> str:
     return "" if character == "\r" else character.encode("unicode_escape").decode()
 
 
-def introduce(chat: Chat, request: GenerationRequest) -> None:
+def print_verbose(chat: Chat, asked: Given) -> None:
     """What `--verbose` prints, on stderr: what is computed with, the cache's bytes, the options in force."""
     runner = chat.runner
-    most = runner.context_length * chat.slot_bytes
+    slot_bytes = runner.cache_spec.slot_bytes
+    most = runner.cache_spec.nbytes(batch_size=1, slots=runner.context_length)
     print(f"{runner.graph.file}, {runner.describe()}", file=sys.stderr)
     print(
-        f"KV cache: {chat.slot_bytes:,} bytes a token, {most:,} for the whole context of {runner.context_length}",
+        f"KV cache: {slot_bytes:,} bytes a token, {most:,} for the whole context of {runner.context_length}",
         file=sys.stderr,
     )
-    print(chat.options(request).describe(), file=sys.stderr)
+    print(chat.request(asked).describe(), file=sys.stderr)
 
 
-def report(chat: Chat, result: Answer) -> None:
+def print_stats(chat: Chat, result: Completion) -> None:
     """What `--stats` prints, on stderr."""
     memory = peak_memory()
     fields = [

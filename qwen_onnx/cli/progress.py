@@ -11,24 +11,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from qwen_onnx.checkpoints.hub import ModelSource
 from qwen_onnx.exports.exporter import ExportSummary, export_model
+from qwen_onnx.exports.options import ExportOptions
 
 
-def make_export(
-    model: str | ModelSource,
-    out: Path | None,
-    *,
-    dtype: str,
-    revision: str | None = None,
-    max_context: int | None = None,
-    block_size: int | None = None,
-    head_bits: int | None = None,
-    head_block_size: int | None = None,
-    target: str | None = None,
-    layout: str = "plain",
-    split: bool = False,
-    link: bool = False,
-    force: bool = False,
-) -> ExportSummary:
+def export_with_progress(model: str | ModelSource, out: Path | None, options: ExportOptions) -> ExportSummary:
     """`export_model` with its progress and notes on stderr.
 
     Raises:
@@ -41,17 +27,7 @@ def make_export(
         summary = export_model(
             model,
             out,
-            dtype=dtype,
-            revision=revision,
-            max_context=max_context,
-            block_size=block_size,
-            head_bits=head_bits,
-            head_block_size=head_block_size,
-            target=target,
-            layout=layout,
-            split=split,
-            link=link,
-            force=force,
+            options,
             progress=lambda written, total: bar.update(task, completed=written, total=total),
         )
     for note in summary.notes:

@@ -6,23 +6,16 @@ import json
 import sys
 from pathlib import Path
 
+from qwen_onnx.cli.open_model import verify_engine_of
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
-from qwen_onnx.runners.runtime.session import SessionOptions
 from qwen_onnx.runners.score import Score
 
 
-def score_file(
-    folder: Path,
-    file: str,
-    options: SessionOptions,
-    *,
-    max_context: int | None = None,
-    tokens: bool = False,
-    as_json: bool = False,
-) -> str:
+def score_file(folder: Path, file: str, options: SessionOptions, *, tokens: bool, as_json: bool) -> str:
     """What `score` prints of a UTF-8 text; where it is longer than the context, a note on stderr.
 
     Args:
@@ -34,13 +27,10 @@ def score_file(
     """
     verify_provider(options.provider)
     text = _read(file)
-    chat = Chat(Runner(folder, options, max_context=max_context, for_scores=True))
+    chat = Chat(Runner(folder, options, for_scores=True))
     if options.provider == "auto":
         print(f"provider: {chat.runner.provider}", file=sys.stderr)
-    if chat.runner.engine is not None and not chat.runner.engine.checked:
-        from qwen_onnx.checks.engines import verify_engine  # here, because it imports what makes exports
-
-        print(verify_engine(chat), file=sys.stderr)
+    verify_engine_of(chat)
     score = chat.score(text)
     if score.windows > 1:
         context = chat.runner.context_length

@@ -17,7 +17,8 @@ from qwen_onnx.doctor.probe import MARK
 from qwen_onnx.runners.runtime.machine import physical_cores
 from qwen_onnx.runners.runtime.nvidia.driver import Driver, Gpu
 from qwen_onnx.runners.runtime.nvidia.libraries import Library
-from qwen_onnx.runners.runtime.session import PROVIDERS, installed_distributions
+from qwen_onnx.runners.runtime.options import PROVIDERS
+from qwen_onnx.runners.runtime.session import installed_distributions
 
 _MODULES = {
     "numpy": "numpy",

@@ -11,8 +11,9 @@ import onnx_ir as ir
 from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.errors import UserError
 from qwen_onnx.graphs.build import build_probe
+from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.panels import panel_rows
-from qwen_onnx.runners.runtime.session import SessionOptions, open_session
+from qwen_onnx.runners.runtime.session import open_session
 
 _X86 = ("x86_64", "amd64")
 
@@ -26,10 +27,10 @@ def verified_panels(config: QwenConfig) -> int:
     rows = _processor_panels()
     if rows is None:
         raise UserError(
-            f"--layout cpu is for x86-64 with AVX, this is {platform.machine()}; export without it"
+            f"--weights-order panels is for x86-64 with AVX, this is {platform.machine()}; export without it"
         )
     if fault := misfit(config, rows):
-        raise UserError(f"--layout cpu: {fault}, a multiple of {rows} wanted; export without it")
+        raise UserError(f"--weights-order panels: {fault}, a multiple of {rows} wanted; export without it")
     return rows
 
 
@@ -45,7 +46,7 @@ def _processor_panels() -> int | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.onnx"
         ir.save(build_probe(), path)
-        return panel_rows(open_session(path, "cpu", SessionOptions("cpu", threads=1)))
+        return panel_rows(open_session(path, "cpu", SessionOptions(provider="cpu", threads=1)))
 
 
 def misfit(config: QwenConfig, rows: int) -> str | None:

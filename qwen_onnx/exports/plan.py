@@ -1,34 +1,43 @@
-"""Which graphs an export has, and whether a checkpoint's tensors are the ones they need."""
+"""Which graphs an export has, and how each is built."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import onnx_ir as ir
 
-from qwen_onnx.checkpoints.checkpoint import Checkpoint
 from qwen_onnx.checkpoints.config import QwenConfig
-from qwen_onnx.contract import DTYPES, BlockPlan
-from qwen_onnx.errors import UserError
+from qwen_onnx.contract.cache_spec import CacheSpec, ResizeKey, StateSpec
+from qwen_onnx.contract.manifest import GraphSpec, TensorSpec
+from qwen_onnx.contract.quant import QuantPlan
 from qwen_onnx.exports.layouts.layout import Layout
-from qwen_onnx.graphs.build import build_decoder, build_grow, build_probe, build_shrink, parameters
-from qwen_onnx.graphs.contrib import ContribLowering
-from qwen_onnx.graphs.grouped import GroupedLowering
-from qwen_onnx.graphs.lowering import Lowering
-from qwen_onnx.graphs.panels import PanelCaptureLowering, PanelGroupedLowering, PanelLowering
-from qwen_onnx.graphs.portable import PortableLowering
-from qwen_onnx.graphs.quantised import (
-    QuantisedCaptureLowering,
-    QuantisedContribLowering,
-    QuantisedGroupedLowering,
-    QuantisedLowering,
-)
-from qwen_onnx.graphs.state import Precision
-from qwen_onnx.graphs.static import CaptureLowering, StaticLowering
-from qwen_onnx.manifest import GraphSpec, TensorSpec
+from qwen_onnx.graphs import lowerings
+from qwen_onnx.graphs.build import build_decoder, build_probe, build_resize_cache, build_truncate_cache
+from qwen_onnx.graphs.cache import Precision
+from qwen_onnx.graphs.lowerings import Lowering
 
-_PLAUSIBLE_LAYERS = 200  # the largest Qwen has 80; so few graphs are built in a moment
-_IR_DTYPES = {"f32": ir.DataType.FLOAT, "f16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+_FLOAT, _FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
+_IR_DTYPES = {"f32": _FLOAT, "f16": _FLOAT16, "bf16": ir.DataType.BFLOAT16}
+_CPU, _CUDA, _TENSORRT = ("cpu",), ("cuda",), ("tensorrt",)
+_F32 = Precision(_FLOAT, _FLOAT)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportKind:
+    """What decides which graphs an export has, beside the model."""
+
+    dtype: str
+    layout: Layout
+    portable: bool = False
+    """For any runtime."""
+    split: bool = False
+    """Portable: a graph of any number of tokens and one of single tokens too, for runtimes that compile shapes."""
+    quant: QuantPlan | None = None
+    panel_rows: int | None = None
+    packed: bool = True
+    """The weights file holds side by side what some graphs read as one matrix."""
 
 
 class GraphPlan(NamedTuple):
@@ -39,117 +48,131 @@ class GraphPlan(NamedTuple):
     lowering: Lowering
     precision: Precision
     providers: tuple[str, ...]
+    state: StateSpec | None = None
+    """Of `grow` and `shrink`: one of the state tensors that it resizes."""
+
+    def cache(self, config: QwenConfig) -> CacheSpec | None:
+        """The state tensors of a decoder; None of what is none."""
+        if self.entry in ("grow", "shrink", "probe"):
+            return None
+        return self.lowering.cache.spec(config, self.precision)
 
 
-def quantised_plans(config: QwenConfig, blocks: BlockPlan) -> list[GraphPlan]:
-    """The graph files of an int8 or int4 export: its activations are f32 on the CPU, f16 on CUDA."""
-    plain, capture = QuantisedLowering(), QuantisedCaptureLowering()
-    fused = _fused(config, QuantisedContribLowering())
-    of_cpu = {"prefill": fused or plain, "decode": fused or plain, "greedy": fused or capture, "grow": plain}
-    of_cuda = {**dict.fromkeys(of_cpu, fused or capture), "grow": plain}
-    f32, f16 = (
-        Precision(ir.DataType.FLOAT, kind, blocks) for kind in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+def graph_plans(config: QwenConfig, kind: ExportKind) -> list[GraphPlan]:
+    """The graph files of an export."""
+    if kind.portable:
+        return [*_portable_plans(config, kind)]
+    if kind.panel_rows:
+        return [*_panel_plans(config, kind.panel_rows)]
+    if kind.quant:
+        return [*_quantized_plans(config, kind.quant)]
+    return [*(_f32_plans(config) if kind.dtype == "f32" else _half_plans(config, kind))]
+
+
+def _f32_plans(config: QwenConfig) -> Iterator[GraphPlan]:
+    """CUDA has graphs of its own: its fused attention knows no f32."""
+    static, capture = lowerings.STATIC, lowerings.CAPTURE
+    yield GraphPlan("prefill.onnx", "prefill", static, _F32, _CPU)
+    yield GraphPlan("decode.onnx", "decode", static, _F32, _CPU)
+    yield GraphPlan("decode.grouped.onnx", "decode", lowerings.GROUPED, _F32, _CPU)
+    yield GraphPlan("prefill.cuda.onnx", "prefill", capture, _F32, _CUDA)
+    yield GraphPlan("decode.cuda.onnx", "decode", capture, _F32, _CUDA)
+    yield GraphPlan("greedy.onnx", "greedy", capture, _F32, _CPU + _CUDA)
+    yield from _resizing(config, GraphPlan("grow.onnx", "grow", static, _F32, _CPU + _CUDA))
+    yield GraphPlan("score.onnx", "score", static, _F32, _CPU)
+    yield from _tensorrt_plans(config, _F32)
+
+
+def _half_plans(config: QwenConfig, kind: ExportKind) -> Iterator[GraphPlan]:
+    """f16 and bf16 have twins for the CPU, which compute in f32 over the same weights.
+
+    The CPU provider cannot multiply bf16, and multiplies f16 in f32 anyway, rounding in between for nothing.
+    """
+    own = Precision(_IR_DTYPES[kind.dtype], _IR_DTYPES[kind.dtype])
+    on_cpu = Precision(own.weights, _FLOAT)
+    static, capture = lowerings.STATIC, lowerings.CAPTURE
+    contrib = lowerings.CONTRIB if kind.packed else lowerings.CONTRIB_LINKED
+    fused = contrib if _rotates(config) else capture
+    yield from (
+        GraphPlan(f"{entry}.onnx", entry, fused, own, _CUDA) for entry in ("prefill", "decode", "greedy")
     )
-    return [
-        *(GraphPlan(f"{entry}.onnx", entry, of_cpu[entry], f32, ("cpu",)) for entry in of_cpu),
-        GraphPlan("decode.grouped.onnx", "decode", QuantisedGroupedLowering(), f32, ("cpu",)),
-        GraphPlan("score.onnx", "score", of_cpu["prefill"], f32, ("cpu",)),
-        *(GraphPlan(f"{entry}.cuda.onnx", entry, of_cuda[entry], f16, ("cuda",)) for entry in of_cuda),
-    ]
+    yield from _resizing(config, GraphPlan("grow.onnx", "grow", static, own, _CUDA))
+    yield GraphPlan("prefill.cpu.onnx", "prefill", static, on_cpu, _CPU)
+    yield GraphPlan("decode.cpu.onnx", "decode", static, on_cpu, _CPU)
+    yield GraphPlan("greedy.cpu.onnx", "greedy", capture, on_cpu, _CPU)
+    yield from _resizing(config, GraphPlan("grow.cpu.onnx", "grow", static, on_cpu, _CPU))
+    yield GraphPlan("score.cpu.onnx", "score", static, on_cpu, _CPU)
+    yield from _tensorrt_plans(config, own)
 
 
-def panel_plans(panel_rows: int) -> list[GraphPlan]:
-    """The graph files of an f32 export for processors whose panels have so many rows."""
-    f32 = Precision(ir.DataType.FLOAT, ir.DataType.FLOAT, panel_rows=panel_rows)
-    lowerings = {
-        "prefill": PanelLowering(), "decode": PanelGroupedLowering(), "greedy": PanelCaptureLowering(),
-        "score": PanelLowering(), "grow": PanelLowering(), "probe": PanelLowering(),
-    }  # fmt: skip
-    return [
-        GraphPlan(f"{entry}.onnx", entry, lowering, f32, ("cpu",)) for entry, lowering in lowerings.items()
-    ]
+def _tensorrt_plans(config: QwenConfig, precision: Precision) -> Iterator[GraphPlan]:
+    portable = lowerings.PORTABLE
+    yield GraphPlan("prefill.tensorrt.onnx", "prefill", portable, precision, _TENSORRT)
+    shrink = GraphPlan("shrink.tensorrt.onnx", "shrink", portable, precision, _TENSORRT)
+    yield from _resizing(config, shrink)
 
 
-def plain_plan() -> GraphPlan:
-    """A graph whose parameters are the checkpoint's own tensors, of their shapes."""
-    f32 = Precision(ir.DataType.FLOAT, ir.DataType.FLOAT)
-    return GraphPlan("prefill.onnx", "prefill", StaticLowering(), f32, ())
+def _quantized_plans(config: QwenConfig, quant: QuantPlan) -> Iterator[GraphPlan]:
+    """Activations are f32 on the CPU, f16 on CUDA."""
+    f32, f16 = (Precision(_FLOAT, hidden, quant) for hidden in (_FLOAT, _FLOAT16))
+    static, capture, contrib = lowerings.BLOCKS_STATIC, lowerings.BLOCKS_CAPTURE, lowerings.BLOCKS_CONTRIB
+    on_cpu = contrib if _rotates(config) else static
+    fixed = contrib if _rotates(config) else capture
+    yield GraphPlan("prefill.onnx", "prefill", on_cpu, f32, _CPU)
+    yield GraphPlan("decode.onnx", "decode", on_cpu, f32, _CPU)
+    yield GraphPlan("greedy.onnx", "greedy", fixed, f32, _CPU)
+    yield from _resizing(config, GraphPlan("grow.onnx", "grow", static, f32, _CPU))
+    yield GraphPlan("decode.grouped.onnx", "decode", lowerings.BLOCKS_GROUPED, f32, _CPU)
+    yield GraphPlan("score.onnx", "score", on_cpu, f32, _CPU)
+    for entry in ("prefill", "decode", "greedy"):
+        yield GraphPlan(f"{entry}.cuda.onnx", entry, fixed, f16, _CUDA)
+    yield from _resizing(config, GraphPlan("grow.cuda.onnx", "grow", static, f16, _CUDA))
 
 
-def graph_plans(config: QwenConfig, dtype: str, *, packed: bool = True) -> list[GraphPlan]:
-    """The graph files of an export.
-
-    f16 and bf16 have twins for the CPU, which compute in f32 over the same weights: the CPU provider cannot
-    multiply bf16, and multiplies f16 in f32 anyway, rounding in between for nothing. f32 has graphs of its own for
-    CUDA, whose fused attention knows no f32.
-
-    Args:
-        packed: the weights file holds side by side what some graphs read as one matrix.
-    """
-    kind = _IR_DTYPES[dtype]
-    static, capture, portable = StaticLowering(), CaptureLowering(), PortableLowering()
-    own, on_cpu = Precision(kind, kind), Precision(kind, ir.DataType.FLOAT)
-    of_cpu = {"prefill": static, "decode": static, "greedy": capture, "grow": static}
-    if dtype == "f32":
-        both = ("cpu", "cuda")
-        return [
-            *(GraphPlan(f"{entry}.onnx", entry, static, own, ("cpu",)) for entry in ("prefill", "decode")),
-            GraphPlan("decode.grouped.onnx", "decode", GroupedLowering(), own, ("cpu",)),
-            *(
-                GraphPlan(f"{entry}.cuda.onnx", entry, capture, own, ("cuda",))
-                for entry in ("prefill", "decode")
-            ),
-            *(GraphPlan(f"{entry}.onnx", entry, of_cpu[entry], own, both) for entry in ("greedy", "grow")),
-            GraphPlan("score.onnx", "score", static, own, ("cpu",)),
-            *_of_tensorrt(portable, own),
-        ]
-    of_cuda = {
-        **dict.fromkeys(of_cpu, _fused(config, ContribLowering(packed=packed)) or capture),
-        "grow": static,
-    }
-    return [
-        *(GraphPlan(f"{entry}.onnx", entry, of_cuda[entry], own, ("cuda",)) for entry in of_cuda),
-        *(GraphPlan(f"{entry}.cpu.onnx", entry, of_cpu[entry], on_cpu, ("cpu",)) for entry in of_cpu),
-        GraphPlan("score.cpu.onnx", "score", static, on_cpu, ("cpu",)),
-        *_of_tensorrt(portable, own),
-    ]
+def _panel_plans(config: QwenConfig, panel_rows: int) -> Iterator[GraphPlan]:
+    """For processors whose panels have so many rows."""
+    f32, static = Precision(_FLOAT, _FLOAT, panel_rows=panel_rows), lowerings.PANELS_STATIC
+    yield GraphPlan("prefill.onnx", "prefill", static, f32, _CPU)
+    yield GraphPlan("decode.onnx", "decode", lowerings.PANELS_GROUPED, f32, _CPU)
+    yield GraphPlan("greedy.onnx", "greedy", lowerings.PANELS_CAPTURE, f32, _CPU)
+    yield GraphPlan("score.onnx", "score", static, f32, _CPU)
+    yield from _resizing(config, GraphPlan("grow.onnx", "grow", static, f32, _CPU))
+    yield GraphPlan("probe.onnx", "probe", static, f32, _CPU)
 
 
-def portable_plans(dtype: str, layout: Layout, *, split: bool) -> list[GraphPlan]:
-    """The graph files of an export for any runtime: one for all, and one that only our runner needs.
-
-    Args:
-        split: a graph of any number of tokens and one of single tokens too, for runtimes that compile shapes.
-    """
-    portable, own = PortableLowering(), Precision(_IR_DTYPES[dtype], _IR_DTYPES[dtype])
-    entries = {"model": "prefill", **({"prefill": "prefill", "decode": "decode"} if split else {})}
-    everywhere = ("cpu", "cuda", "tensorrt")
-    return [
-        GraphPlan(layout.graph_file(stem, dtype), entry, portable, own, everywhere)
-        for stem, entry in {**entries, "shrink": "shrink"}.items()
-    ]
+def _portable_plans(config: QwenConfig, kind: ExportKind) -> Iterator[GraphPlan]:
+    """One graph for all, and one that only our runner needs."""
+    portable, own = lowerings.PORTABLE, Precision(_IR_DTYPES[kind.dtype], _IR_DTYPES[kind.dtype])
+    everywhere = _CPU + _CUDA + _TENSORRT
+    entries = {"model": "prefill", **({"prefill": "prefill", "decode": "decode"} if kind.split else {})}
+    for stem, entry in entries.items():
+        yield GraphPlan(kind.layout.graph_file(stem, kind.dtype), entry, portable, own, everywhere)
+    shrink = kind.layout.graph_file("shrink", kind.dtype)
+    yield from _resizing(config, GraphPlan(shrink, "shrink", portable, own, everywhere))
 
 
-def _fused(config: QwenConfig, lowering: ContribLowering) -> ContribLowering | None:
+def _resizing(config: QwenConfig, plan: GraphPlan) -> Iterator[GraphPlan]:
+    """The plan for each type and shape of state tensors with slots: the first under its own name, others numbered."""
+    kinds: dict[ResizeKey, StateSpec] = {}
+    for state in plan.lowering.cache.spec(config, plan.precision).states:
+        if state.slot_axis is not None:
+            kinds.setdefault(state.resize_key, state)
+    for number, state in enumerate(kinds.values()):
+        file = plan.file.replace(".onnx", f".{number}.onnx") if number else plan.file
+        yield plan._replace(file=file, state=state)
+
+
+def _rotates(config: QwenConfig) -> bool:
     """GroupQueryAttention rotates heads of such sizes only; every published Qwen has 64 or 128."""
-    return lowering if config.head_dim % 16 == 0 else None
-
-
-def _of_tensorrt(portable: Lowering, precision: Precision) -> list[GraphPlan]:
-    return [
-        GraphPlan("prefill.tensorrt.onnx", "prefill", portable, precision, ("tensorrt",)),
-        GraphPlan("shrink.tensorrt.onnx", "shrink", portable, precision, ("tensorrt",)),
-    ]
+    return config.head_dim % 16 == 0
 
 
 def build_planned(plan: GraphPlan, config: QwenConfig, positions: int) -> ir.Model:
     """The graph of one plan, its weights declared and not loaded."""
-    if plan.entry == "grow":
-        return build_grow(config, plan.precision.hidden)
     if plan.entry == "probe":
         return build_probe()
-    if plan.entry == "shrink":
-        return build_shrink(config, plan.precision.hidden)
+    if plan.state is not None:
+        return (build_resize_cache if plan.entry == "grow" else build_truncate_cache)(plan.state)
     return build_decoder(
         config,
         plan.precision,
@@ -161,51 +184,13 @@ def build_planned(plan: GraphPlan, config: QwenConfig, positions: int) -> ir.Mod
     )
 
 
-def verify_depth(checkpoint: Checkpoint) -> None:
-    """config.json does not say more layers than there can be, before graphs are built of what it says.
-
-    Raises:
-        UserError: with both numbers.
-    """
-    layers, tensors = checkpoint.config.num_hidden_layers, len(checkpoint.tensors)
-    if layers > max(tensors, _PLAUSIBLE_LAYERS):
-        raise UserError(
-            f"{checkpoint.folder}: config.json says {layers} layers, there are {tensors} tensors in all; "
-            "incomplete download?"
-        )
+def checkpoint_plan() -> GraphPlan:
+    """A graph whose parameters are the checkpoint's own tensors, of their shapes."""
+    return GraphPlan("prefill.onnx", "prefill", lowerings.STATIC, _F32, ())
 
 
-def match_tensors(model: ir.Model, checkpoint: Checkpoint, made: set[str]) -> None:
-    """Every parameter but the `made` ones has its tensor, of its shape and a float type, and none is left over.
-
-    Raises:
-        UserError: naming the file and the tensor.
-    """
-    wanted = {name: value for name, value in parameters(model).items() if name not in made}
-    found = checkpoint.tensors
-    if missing := sorted(wanted.keys() - found.keys()):
-        raise UserError(f"{checkpoint.folder}: {len(missing)} tensors are missing: {_some(missing)}")
-    if surplus := sorted(found.keys() - wanted.keys()):
-        file = found[surplus[0]].file
-        raise UserError(
-            f"{file}: {len(surplus)} tensors that config.json does not describe: {_some(surplus)}"
-        )
-    for name, value in wanted.items():
-        tensor, shape = found[name], tuple(value.shape.numpy()) if value.shape else ()
-        if tensor.shape != shape:
-            raise UserError(
-                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json wants {list(shape)}"
-            )
-        if tensor.dtype not in DTYPES.values():
-            raise UserError(f"{tensor.file}: tensor {name} is {tensor.dtype}; wanted F32, F16 or BF16")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def graph_spec(plan: GraphPlan, model: ir.Model) -> GraphSpec:
-    """What the manifest says of a graph."""
+def graph_spec(plan: GraphPlan, model: ir.Model, cache: str | None) -> GraphSpec:
+    """What the manifest says of a graph, and of its cache by name."""
 
     def specs(values: list[ir.Value]) -> tuple[TensorSpec, ...]:
         return tuple(
@@ -220,5 +205,5 @@ def graph_spec(plan: GraphPlan, model: ir.Model) -> GraphSpec:
     graph = model.graph
     return GraphSpec(
         plan.file, plan.entry, plan.lowering.name, plan.providers, dict(graph.opset_imports),
-        specs(list(graph.inputs)), specs(list(graph.outputs)),
+        specs(list(graph.inputs)), specs(list(graph.outputs)), cache,
     )  # fmt: skip

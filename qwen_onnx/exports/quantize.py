@@ -1,4 +1,4 @@
-"""Weight-only quantisation in blocks, in the bytes that ONNX Runtime's MatMulNBits and GatherBlockQuantized read.
+"""Weight-only quantization in blocks, in the bytes that ONNX Runtime's MatMulNBits and GatherBlockQuantized read.
 
 A block is `block_size` neighbouring weights of one row; it is stored as integer codes and one f32 scale, and a
 weight is read back as `scale * (code - zero_point)`. The zero point is half the codes' range and is not stored.
@@ -6,19 +6,17 @@ weight is read back as `scale * (code - zero_point)`. The zero point is half the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.contract.quant import QuantConfig
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-BLOCK_SIZES = (16, 32, 64, 128)
-PIECE = 1 << 18  # weights quantised at a time: few enough for the cache, enough to hide the cost of a call
+PIECE = 1 << 18  # weights quantized at a time: few enough for the cache, enough to hide the cost of a call
 
 # Steps tried, by how far along the codes below zero the block's extreme comes. At 1 it is the lowest code, which has
 # no counterpart above zero; beyond 1 it is clipped, for the good of the rest. (zero_point - 1) / zero_point is plain
@@ -27,44 +25,11 @@ PIECE = 1 << 18  # weights quantised at a time: few enough for the cache, enough
 REACHES = {4: (1.0, 7 / 8, 0.9375, 1.06, 1.15, 1.3), 8: (1.0, 127 / 128)}
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How weights are stored.
-
-    Raises:
-        UserError: bits or a block size that the operators or this module do not have.
-    """
-
-    bits: int
-    """4 or 8 to a weight."""
-    block_size: int
-    """Weights that share a scale."""
-
-    def __post_init__(self) -> None:
-        if self.bits not in REACHES:
-            raise UserError(f"weights of {self.bits} bits: only 4 and 8 are supported")
-        if self.block_size not in BLOCK_SIZES:
-            raise UserError(f"blocks of {self.block_size} weights: only 16, 32, 64 and 128 are supported")
-
-    @property
-    def zero_point(self) -> int:
-        """The code of 0."""
-        return 1 << (self.bits - 1)
-
-    def blocks(self, columns: int) -> int:
-        """Blocks, and so scales, in a row; the last may be partly padding."""
-        return -(-columns // self.block_size)
-
-    def row_bytes(self, columns: int) -> int:
-        """Bytes of a row's codes, padding included."""
-        return self.blocks(columns) * self.block_size * self.bits // 8
-
-
-def quantise(rows: Floats, scheme: Scheme) -> tuple[Bytes, Floats]:
-    """Quantise each block with the scale of least squared error among those tried.
+def quantize(rows: Floats, quant: QuantConfig) -> tuple[Bytes, Floats]:
+    """Quantize each block with the scale of least squared error among those tried.
 
     Temporary memory is a few pieces, or a few rows where a row is longer than a piece. NumPy lets other threads run
-    meanwhile, and rows depend on nothing but themselves: slices of them can be quantised side by side.
+    meanwhile, and rows depend on nothing but themselves: slices of them can be quantized side by side.
 
     Args:
         rows: f32 [n, K], the reduced dimension last. Where K is no multiple of the block, zeros are appended.
@@ -77,8 +42,8 @@ def quantise(rows: Floats, scheme: Scheme) -> tuple[Bytes, Floats]:
         ValueError: NaN or an infinity.
     """
     n, columns = rows.shape
-    blocks, size = scheme.blocks(columns), scheme.block_size
-    packed = np.empty((n, scheme.row_bytes(columns)), np.uint8)
+    blocks, size = quant.blocks(columns), quant.block_size
+    packed = np.empty((n, quant.row_bytes(columns)), np.uint8)
     scales = np.empty((n, blocks), np.float32)
     if not rows.size:
         return packed, scales
@@ -91,28 +56,28 @@ def quantise(rows: Floats, scheme: Scheme) -> tuple[Bytes, Floats]:
         padded[:count, :columns] = rows[start : start + count]
         values, scaled, codes = (array[:, : count * blocks] for array in work)
         values[:] = padded[:count].reshape(-1, size).T
-        scales[start : start + count] = _fit(values, scaled, codes, scheme).reshape(count, blocks)
-        codes += scheme.zero_point
+        scales[start : start + count] = _fit(values, scaled, codes, quant).reshape(count, blocks)
+        codes += quant.zero_point
         whole = codes.astype(np.uint8)
-        if scheme.bits == 4:
+        if quant.bits == 4:
             whole[::2] |= whole[1::2] << np.uint8(4)
             whole = whole[::2]
         packed[start : start + count] = whole.T.reshape(count, -1)
     return packed, scales
 
 
-def dequantise(packed: Bytes, scales: Floats, columns: int, scheme: Scheme) -> Floats:
-    """The weights that codes and scales stand for, f32 [n, columns], as `quantise` returns them."""
+def dequantize(packed: Bytes, scales: Floats, columns: int, quant: QuantConfig) -> Floats:
+    """The weights that codes and scales stand for, f32 [n, columns], as `quantize` returns them."""
     codes = packed
-    if scheme.bits == 4:
+    if quant.bits == 4:
         codes = np.stack([packed & 15, packed >> 4], axis=-1)
-    values = codes.reshape(*scales.shape, scheme.block_size).astype(np.float32)
-    values -= np.float32(scheme.zero_point)
+    values = codes.reshape(*scales.shape, quant.block_size).astype(np.float32)
+    values -= np.float32(quant.zero_point)
     values *= scales[..., np.newaxis]
     return values.reshape(len(scales), -1)[:, :columns]
 
 
-def _fit(values: Floats, scaled: Floats, codes: Floats, scheme: Scheme) -> Floats:
+def _fit(values: Floats, scaled: Floats, codes: Floats, quant: QuantConfig) -> Floats:
     """Leave each block's codes, less the zero point, in `codes`; return the scales.
 
     All three arrays are [block_size, blocks]. `values` and `scaled` are overwritten.
@@ -120,14 +85,14 @@ def _fit(values: Floats, scaled: Floats, codes: Floats, scheme: Scheme) -> Float
     high, low = values.max(0), values.min(0)
     extreme = np.where(-low > high, low, high)
     if not np.isfinite(extreme).all():  # NaN too: max hands it on, and no comparison with it is true
-        raise ValueError("weights to be quantised hold NaN or an infinity")
+        raise ValueError("weights to be quantized hold NaN or an infinity")
     # In units of the extreme no square overflows or vanishes, and the factors tried are the same for all blocks.
     values /= np.where(extreme, extreme, np.float32(1))
     best: Floats = np.full_like(extreme, np.inf)
     factor, shrink = np.zeros_like(extreme), np.ones_like(extreme)
-    for reach in REACHES[scheme.bits]:
-        tried = np.float32(-scheme.zero_point * reach)
-        error, ratio = _round(values, tried, scaled, codes, scheme)
+    for reach in REACHES[quant.bits]:
+        tried = np.float32(-quant.zero_point * reach)
+        error, ratio = _round(values, tried, scaled, codes, quant)
         error /= tried * tried
         better = error < best
         np.copyto(best, error, where=better)
@@ -135,12 +100,12 @@ def _fit(values: Floats, scaled: Floats, codes: Floats, scheme: Scheme) -> Float
         np.copyto(shrink, ratio, where=better)
     # Once more with the step just fitted: some codes move to a nearer one, and the step is fitted to those.
     factor /= shrink
-    _, shrink = _round(values, factor, scaled, codes, scheme)
+    _, shrink = _round(values, factor, scaled, codes, quant)
     return np.asarray(extreme * (shrink / factor), np.float32)
 
 
 def _round(
-    values: Floats, factor: np.float32 | Floats, scaled: Floats, codes: Floats, scheme: Scheme
+    values: Floats, factor: np.float32 | Floats, scaled: Floats, codes: Floats, quant: QuantConfig
 ) -> tuple[Floats, Floats]:
     """Round `values * factor` to codes, and fit the step to these: sum(x q) / sum(q q), by least squares.
 
@@ -152,7 +117,7 @@ def _round(
     """
     np.multiply(values, factor, out=scaled)
     np.rint(scaled, out=codes)
-    np.clip(codes, -scheme.zero_point, scheme.zero_point - 1, out=codes)
+    np.clip(codes, -quant.zero_point, quant.zero_point - 1, out=codes)
     scaled -= codes
     squares = np.maximum(_sums(codes, codes), np.float32(1))  # of integers, so 0 in blocks of zeros only
     slope = _sums(scaled, codes)

@@ -1,20 +1,11 @@
-"""Writes the weights of an export: one safetensors file, tensor by tensor, converted in pieces.
-
-Memory stays at a few pieces whatever the model's size, and the sha256 is taken from the bytes as they pass.
-"""
+"""What an export has of a checkpoint's tensors: converted, in blocks or in panels, in pieces as they are written."""
 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
-import hashlib
-import itertools
-import json
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -23,16 +14,12 @@ from numpy.typing import NDArray
 
 from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES, StoredTensor
-from qwen_onnx.contract import QWEIGHT, SCALES, BlockPlan, Blocks
+from qwen_onnx.contract import QWEIGHT, SCALES
+from qwen_onnx.contract.quant import QuantConfig, QuantPlan
 from qwen_onnx.errors import UserError
-from qwen_onnx.exports.quantize import Scheme, quantise
-from qwen_onnx.graphs.build import StoredParameter
-from qwen_onnx.graphs.packed import PACKED
-from qwen_onnx.graphs.rotary import rotary_rows
-from qwen_onnx.manifest import FileSpec
+from qwen_onnx.exports.quantize import quantize
+from qwen_onnx.exports.rotary import rotary_rows
 
-PAGE = 4096
-_HEADER = 1 << 20  # bytes left for a header where files have a limit; those of published models take a tenth
 PIECE = 8 << 20  # bytes read, converted and written at a time
 
 Pieces = Callable[[], Iterator[bytes | memoryview]]
@@ -55,11 +42,11 @@ class OutputTensor:
 
 
 def stored_as(
-    tensor: StoredTensor, dtype: str, *, blocks: Blocks | None, panel_rows: int | None
+    tensor: StoredTensor, dtype: str, *, quant: QuantConfig | None, panel_rows: int | None
 ) -> list[OutputTensor]:
     """What an export has of a checkpoint's tensor: in blocks, a matrix in panels, or in `dtype`, as F32."""
-    if blocks is not None:
-        return quantised(tensor, blocks)
+    if quant is not None:
+        return quantized(tensor, quant)
     if panel_rows is not None and len(tensor.shape) == 2:
         return [in_panels(tensor, panel_rows)]
     return [converted(tensor, dtype)]
@@ -72,12 +59,11 @@ def converted(tensor: StoredTensor, dtype: str) -> OutputTensor:
     return OutputTensor(tensor.name, dtype, tensor.shape, lambda: _converted_pieces(tensor, dtype))
 
 
-def quantised(tensor: StoredTensor, blocks: Blocks) -> list[OutputTensor]:
+def quantized(tensor: StoredTensor, quant: QuantConfig) -> list[OutputTensor]:
     """A matrix in blocks: `qweight` and `scales` in the place of its `weight`.
 
     The scales are made along with the integers; where they are asked for first, all is made twice.
     """
-    scheme = Scheme(blocks.bits, blocks.block_size)
     rows, columns = tensor.shape
     made: list[bytes] = []
 
@@ -85,7 +71,7 @@ def quantised(tensor: StoredTensor, blocks: Blocks) -> list[OutputTensor]:
         made.clear()
         for values in _rows(tensor):
             try:
-                packed, scales = quantise(values, scheme)
+                packed, scales = quantize(values, quant)
             except ValueError as error:
                 raise UserError(f"{tensor.file}: tensor {tensor.name}: {error}") from None
             made.append(scales.tobytes())
@@ -99,8 +85,8 @@ def quantised(tensor: StoredTensor, blocks: Blocks) -> list[OutputTensor]:
 
     stem = tensor.name.removesuffix("weight")
     return [
-        OutputTensor(stem + QWEIGHT, "U8", (rows, scheme.row_bytes(columns)), integers),
-        OutputTensor(stem + SCALES, "F32", (rows, scheme.blocks(columns)), scales),
+        OutputTensor(stem + QWEIGHT, "U8", (rows, quant.row_bytes(columns)), integers),
+        OutputTensor(stem + SCALES, "F32", (rows, quant.blocks(columns)), scales),
     ]
 
 
@@ -118,8 +104,8 @@ def in_panels(tensor: StoredTensor, panel_rows: int) -> OutputTensor:
     return OutputTensor(tensor.name, "F32", (-(-rows // panel_rows), columns, panel_rows), pieces)
 
 
-def blocks_of(tensor: StoredTensor, plan: BlockPlan) -> Blocks | None:
-    """How a checkpoint's tensor is quantised; None: it is not, being no matrix."""
+def quant_of(tensor: StoredTensor, plan: QuantPlan) -> QuantConfig | None:
+    """How a checkpoint's tensor is quantized; None: it is not, being no matrix."""
     if len(tensor.shape) != 2:
         return None
     of_head = tensor.name in ("model.embed_tokens.weight", "lm_head.weight")
@@ -149,109 +135,6 @@ def rotary_tensors(config: QwenConfig, positions: int) -> list[OutputTensor]:
         OutputTensor(f"rotary.{name}", "F32", (positions, width), lambda which=which: pieces(which))  # type: ignore[misc]
         for which, name in enumerate(("cos", "sin"))
     ]
-
-
-def arrange(tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
-    """Order of the file: what is packed together stays together, and all that can begin on a page does.
-
-    Groups made of whole pages come first; since the data section begins on a page, each of them does.
-    """
-    groups: dict[str, list[OutputTensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(_place(tensor.name)[0], []).append(tensor)
-    for group in groups.values():
-        group.sort(key=lambda tensor: _place(tensor.name))
-    whole = [group for group in groups.values() if all(tensor.nbytes % PAGE == 0 for tensor in group)]
-    rest = [group for group in groups.values() if any(tensor.nbytes % PAGE for tensor in group)]
-    return list(itertools.chain(*whole, *rest))
-
-
-def places_in(file: str, tensors: Sequence[OutputTensor]) -> dict[str, StoredParameter]:
-    """Where each tensor will lie in a file of this name, once `write_safetensors` has written it."""
-    places, offset = {}, len(_header(tensors))
-    for tensor in tensors:
-        places[tensor.name] = StoredParameter(file, offset, tensor.nbytes)
-        offset += tensor.nbytes
-    return places
-
-
-def write_safetensors(
-    path: Path, tensors: Sequence[OutputTensor], *, progress: Callable[[int], None] = lambda _: None
-) -> FileSpec:
-    """Write the file in the given order; its header is padded so that the data begins on a page.
-
-    Args:
-        progress: called with the number of bytes just written.
-
-    Returns:
-        size and hash.
-
-    Raises:
-        UserError: a value that the new type cannot hold, or a source that changed meanwhile.
-        OSError: from the file system.
-    """
-    header = _header(tensors)
-    sha256 = hashlib.sha256(header)
-    # "x": where a checkpoint's file is linked under that name, opening it would empty the checkpoint.
-    pieces = itertools.chain.from_iterable(tensor.pieces() for tensor in tensors)
-    with path.open("xb") as file, concurrent.futures.ThreadPoolExecutor(2) as beside:
-        file.write(header)
-        # While a piece is written, it is hashed and the next one is converted.
-        hashed, converted_next = beside.submit(sha256.update, b""), beside.submit(next, pieces, None)
-        while (piece := converted_next.result()) is not None:
-            converted_next = beside.submit(next, pieces, None)
-            hashed.result()
-            hashed = beside.submit(sha256.update, piece)
-            file.write(piece)
-            progress(len(piece))
-        hashed.result()
-        size = file.tell()
-    return FileSpec(size, sha256.hexdigest())
-
-
-def in_files(tensors: Sequence[OutputTensor], largest: int | None) -> list[list[OutputTensor]]:
-    """Cut into files of at most `largest` bytes each, as far as one tensor and the header allow it."""
-    files: list[list[OutputTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if largest is not None and files[-1] and size + tensor.nbytes > largest - _HEADER:
-            files.append([])
-            size = 0
-        files[-1].append(tensor)
-        size += tensor.nbytes
-    return files
-
-
-def stored_parameters(
-    tensors: Mapping[str, StoredTensor], names: Mapping[Path, str]
-) -> dict[str, StoredParameter]:
-    """Where linked tensors lie: in the checkpoint's own files, which the export has under these names."""
-    return {
-        name: StoredParameter(names[tensor.file], tensor.offset, tensor.nbytes)
-        for name, tensor in tensors.items()
-    }
-
-
-def _header(tensors: Sequence[OutputTensor]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for tensor in tensors:
-        end = begin + tensor.nbytes
-        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    padded = -(-(8 + len(text)) // PAGE) * PAGE
-    return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
-
-
-def _place(name: str) -> tuple[str, int]:
-    """The group that a tensor belongs to, and where it stands in it."""
-    parts = name.split(".")
-    for packed, modules in PACKED.items():
-        for rank, module in enumerate(modules):
-            if module in parts:
-                return ".".join(packed if part == module else part for part in parts), rank
-    return name, 0
 
 
 def _may_be_infinite(values: NDArray[Any]) -> bool:

@@ -1,8 +1,9 @@
-"""One export in the making: weights, graphs and side files into its folder, and the account of them."""
+"""One export as it is written: weights, graphs and side files into its folder, and the account of them."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -10,90 +11,77 @@ from pathlib import Path
 
 from qwen_onnx import contract
 from qwen_onnx.checkpoints.checkpoint import SIDE_FILES, Checkpoint
-from qwen_onnx.contract import DTYPES, BlockPlan, Blocks
+from qwen_onnx.contract import DTYPES
+from qwen_onnx.contract.cache_spec import CacheSpec
+from qwen_onnx.contract.manifest import FileSpec, GraphSpec, is_weights
+from qwen_onnx.contract.quant import QuantConfig
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.layouts.known import PORTABLE_DTYPES
-from qwen_onnx.exports.layouts.layout import Exported, Layout
+from qwen_onnx.exports.layouts.layout import Exported
 from qwen_onnx.exports.plan import (
-    GraphPlan,
+    ExportKind,
     build_planned,
+    checkpoint_plan,
+    graph_plans,
     graph_spec,
-    match_tensors,
-    plain_plan,
-    verify_depth,
-)
-from qwen_onnx.exports.weights import (
-    OutputTensor,
-    arrange,
-    blocks_of,
-    converted,
-    in_files,
-    places_in,
-    rotary_tensors,
-    stored_as,
-    stored_parameters,
-    write_safetensors,
-)
-from qwen_onnx.graphs.build import StoredParameter, save_graph
-from qwen_onnx.manifest import FileSpec, GraphSpec, is_weights
+)  # fmt: skip
+from qwen_onnx.exports.tensor_match import match_tensors, verify_depth
+from qwen_onnx.exports.weights import OutputTensor, converted, quant_of, rotary_tensors, stored_as
+from qwen_onnx.exports.weights_file import arrange, in_files, places_in, stored_parameters, write_safetensors
+from qwen_onnx.graphs.graph_file import StoredParameter, save_graph
 
 Parts = dict[str, list[OutputTensor]]
 """What is written to which weights file."""
 
 
 class Writer:
-    """One export in the making: its folder, what lies in it so far, and where each tensor went."""
+    """One export as it is written: its folder, what lies in it so far, and where each tensor went."""
 
     def __init__(
         self,
         folder: Path,
         checkpoint: Checkpoint,
-        dtype: str,
+        kind: ExportKind,
         positions: int,
         progress: Callable[[int, int], None],
-        layout: Layout,
-        plans: list[GraphPlan],
-        blocks: BlockPlan | None,
-        panel_rows: int | None,
     ) -> None:
-        (folder / layout.graph_folder).mkdir(parents=True, exist_ok=True)
-        self.layout, self._plans, self.panel_rows = layout, plans, panel_rows
-        self.folder, self.checkpoint, self.dtype, self.positions = folder, checkpoint, dtype, positions
+        (folder / kind.layout.graph_folder).mkdir(parents=True, exist_ok=True)
+        self.folder, self.checkpoint, self.kind, self.positions = folder, checkpoint, kind, positions
+        self.layout, self.dtype = kind.layout, kind.dtype
         self.files: dict[str, FileSpec] = {}
         self.graphs: list[GraphSpec] = []
+        self.caches: dict[str, CacheSpec] = {}
         self.places: dict[str, StoredParameter] = {}
         self._progress = progress
         verify_depth(checkpoint)
         config = checkpoint.config
-        self._rotary = rotary_tensors(config, positions)
-        plain = build_planned(plain_plan(), config, positions)
-        match_tensors(plain, checkpoint, {tensor.name for tensor in self._rotary})
-        self.quantised: dict[str, Blocks] = {}
-        if blocks is not None:
-            found = {name: blocks_of(tensor, blocks) for name, tensor in checkpoint.tensors.items()}
-            self.quantised = {name: own for name, own in found.items() if own is not None}
+        self._plans, self._rotary = graph_plans(config, kind), rotary_tensors(config, positions)
+        own = build_planned(checkpoint_plan(), config, positions)
+        match_tensors(own, checkpoint, {tensor.name for tensor in self._rotary})
+        self.quantized: dict[str, QuantConfig] = {}
+        if kind.quant is not None:
+            found = {name: quant_of(tensor, kind.quant) for name, tensor in checkpoint.tensors.items()}
+            self.quantized = {name: quant for name, quant in found.items() if quant is not None}
 
     def place_weights(self) -> Parts:
         """What each weights file will hold, and where; nothing is written yet."""
         stored = DTYPES.get(self.dtype, "F32")
         tensors: list[OutputTensor] = []
         for name, tensor in self.checkpoint.tensors.items():
-            blocks = self.quantised.get(name)
-            tensors += stored_as(tensor, stored, blocks=blocks, panel_rows=self.panel_rows)
+            quant = self.quantized.get(name)
+            tensors += stored_as(tensor, stored, quant=quant, panel_rows=self.kind.panel_rows)
         cut = in_files(arrange([*tensors, *self._rotary]), self.layout.largest_file)
         parts = {self.layout.weights_file(self.dtype, index): part for index, part in enumerate(cut)}
         for name, part in parts.items():
             self.places |= places_in(name, part)
-        if (self.quantised or self.panel_rows) and self.checkpoint.config.tie_word_embeddings:
+        if (self.quantized or self.kind.panel_rows) and self.checkpoint.config.tie_word_embeddings:
             # Two names for the same bytes: the operators of head and embedding see them in different shapes.
-            kind = contract.QWEIGHT if self.quantised else "weight"
+            kind = contract.QWEIGHT if self.quantized else "weight"
             self.places[f"lm_head.{kind}"] = self.places[f"model.embed_tokens.{kind}"]
         return parts
 
     def link_weights(self) -> Parts:
         """Link the checkpoint's files; what is left to be written beside them."""
-        if self.panel_rows:
-            raise UserError("--link: --layout cpu writes weights in an order of its own; drop one of the two")
         stored = DTYPES.get(self.dtype, self.dtype)
         tensors = self.checkpoint.tensors
         if other := next((tensor for tensor in tensors.values() if tensor.dtype != stored), None):
@@ -143,7 +131,13 @@ class Writer:
             path = self.folder / plan.file
             save_graph(model, path, self.places)
             self.files[plan.file] = hash_file(path)
-            self.graphs.append(graph_spec(plan, model))
+            cache = plan.cache(self.checkpoint.config)
+            self.graphs.append(graph_spec(plan, model, None if cache is None else self._name_of(cache)))
+
+    def _name_of(self, cache: CacheSpec) -> str:
+        """What the manifest calls it, and all that are equal; numbered where another has its name."""
+        names = itertools.chain([cache.name], (f"{cache.name}, {number}" for number in itertools.count(2)))
+        return next(name for name in names if self.caches.setdefault(name, cache) == cache)
 
     def copy_side_files(self) -> None:
         """As they are."""
@@ -167,7 +161,7 @@ class Writer:
         weights_files = [name for name in self.files if is_weights(name)]
         exported = Exported(
             self.folder, self.checkpoint.config, self.dtype, self.positions, eos_token_ids,
-            model_file=model_file, weights_files=weights_files,
+            cache=next(iter(self.caches.values())), model_file=model_file, weights_files=weights_files,
             file_counts=self._other_counts() | {model_file: len(weights_files)},
         )  # fmt: skip
         names, notes = self.layout.write(exported)

@@ -1,114 +1,90 @@
-"""Opens a graph of an export as the kind of steps that its lowering asks for."""
+"""Opens an export's graph for a provider, as the executor that its lowering asks for."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from qwen_onnx import contract
+from qwen_onnx.contract.cache_spec import ResizeKey
+from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import GraphSpec, Manifest, TensorSpec, is_weights
-from qwen_onnx.runners.model.binding import CacheNames, run_bound
-from qwen_onnx.runners.model.fixed_shape import FixedSteps
-from qwen_onnx.runners.model.growing import GrowingCache, GrowingSteps
-from qwen_onnx.runners.model.inputs import CaptureFeeds, ContribFeeds, Feeds
-from qwen_onnx.runners.model.kv_cache import KVCache
-from qwen_onnx.runners.model.live_slice import SlicedSteps
-from qwen_onnx.runners.model.two_graphs import LongSteps, PhasedSteps
-from qwen_onnx.runners.runtime.free_memory import free_memory
+from qwen_onnx.runners.model.buffers import CacheMemory
+from qwen_onnx.runners.model.executors.executor import Executor
+from qwen_onnx.runners.model.executors.fixed_shape import FixedShape
+from qwen_onnx.runners.model.executors.growing import Growing
+from qwen_onnx.runners.model.executors.inputs import StaticInputs, step_inputs
+from qwen_onnx.runners.model.executors.live_slice import LiveSlice
+from qwen_onnx.runners.model.executors.two_graphs import LongContext, TwoGraphs
 from qwen_onnx.runners.runtime.integrity import verify_graph
+from qwen_onnx.runners.runtime.machine import free_memory
 from qwen_onnx.runners.runtime.nvidia.engine_cache import Engine, open_engine
 from qwen_onnx.runners.runtime.nvidia.libraries import cuda_libraries
+from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.panels import verify_panels
-from qwen_onnx.runners.runtime.session import SessionOptions, open_session
+from qwen_onnx.runners.runtime.session import open_session
 
-DEVICES = {"cpu": "cpu", "cuda": "cuda", "tensorrt": "cuda"}
+_DEVICES = {"cpu": "cpu", "cuda": "cuda", "tensorrt": "cuda"}
 """Where a provider's OrtValues lie."""
 
 
-class Steps(Protocol):
-    """Tokens in, logits out."""
-
-    chooses: bool
-    """The graph ends in the choice of the token: this is a FixedSteps."""
-
-    def advance(self, cache: KVCache, input_ids: NDArray[np.int64], start: int) -> None:
-        """Compute tokens [batch, S], which the cache counts from slot `start` on."""
-
-    def logits(self, cache: KVCache) -> NDArray[np.float32]:
-        """The f32 logits [batch, vocab] after the step just made with this cache."""
-
-
-@runtime_checkable
-class Scorer(Protocol):
-    """Steps of a `score` graph."""
-
-    def score(
-        self, cache: KVCache, input_ids: NDArray[np.int64], start: int, count: int
-    ) -> NDArray[np.float32]:
-        """As `advance`, for tokens without padding; the logits after the last `count`, [batch, count, vocab]."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """A graph ready to run."""
 
     graph: GraphSpec
-    steps: Steps
+    executor: Executor
     engine: Engine | None
     """On TensorRT."""
-    grow_session: Any
-    """None where the cache grows by itself."""
-    device: str
-    """`cpu` or `cuda`, as OrtValues name it."""
 
-    @property
-    def cache_spec(self) -> TensorSpec:
-        """The first cache input; all are alike."""
-        return next(spec for spec in self.graph.inputs if spec.name.startswith("past_key_values."))
 
-    def new_cache(self, *, batch_size: int, limit: int) -> KVCache:
-        """An empty cache for this graph.
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """An exported folder on one provider, and how its graphs are to be opened."""
+
+    folder: Path
+    manifest: Manifest
+    provider: str
+    options: SessionOptions
+
+    def open(self, graph: GraphSpec, *, in_place: bool = False, capture: bool = False) -> Any:
+        """A session of one of its graphs, verified; see `open_session`.
 
         Raises:
-            UserError: it does not fit on the device, or is a batch that an engine was not built for.
+            UserError: it is damaged, or does not load.
         """
-        if self.engine is not None and batch_size != 1:
-            raise UserError(
-                f"a batch of {batch_size}: engines of TensorRT are built for 1; use --provider cuda"
-            )
-        count = sum(spec.name.startswith("past_key_values.") for spec in self.graph.inputs)
-        # A step of these reads all slots on the CPU: few should be empty.
-        tight = isinstance(self.steps, PhasedSteps | LongSteps)
-        kind = GrowingCache if isinstance(self.steps, GrowingSteps) else KVCache
-        idle = self.steps.idle if isinstance(self.steps, FixedSteps) else None
-        return kind(
-            self.cache_spec, count, self.device, batch_size=batch_size, limit=limit, idle=idle, tight=tight
-        )
+        verify_graph(self.folder, self.manifest, graph)
+        path = self.folder / graph.file
+        return open_session(path, self.provider, self.options, in_place=in_place, capture=capture)
 
-    def grow(self, small: Any, large: Any) -> None:
-        """Copy a cache buffer into the front of a larger one, on the device."""
-        binding = self.grow_session.io_binding()
-        binding.bind_ortvalue_input(contract.GROW_FROM, small)
-        binding.bind_ortvalue_input(contract.GROW_INTO, large)
-        binding.bind_ortvalue_output(contract.GROW_RESULT, large)
-        run_bound(self.grow_session, binding)
+    def resizing(self, entry: str) -> dict[ResizeKey, Any]:
+        """Sessions of the graphs that resize state tensors (`grow` or `shrink`), by resize_key."""
+        # One node: not worth a second thread, nor an engine of TensorRT.
+        options = dataclasses.replace(self.options, threads=1)
+        plain = dataclasses.replace(self, provider=_DEVICES[self.provider], options=options)
+        self.manifest.graph(entry, self.provider)  # which says so where there is none
+        found = {}
+        for graph in self.manifest.graphs:
+            if graph.entry == entry and self.provider in graph.providers:
+                tensor = graph.inputs[0]
+                fixed = tuple(size if isinstance(size, int) else None for size in tensor.shape)
+                found[tensor.dtype, fixed] = plain.open(graph)
+        return found
 
-
-def _cudnn_fault() -> str | None:
-    """Why cuDNN does not load; of our operators ArgMax alone needs it, so CUDA starts without."""
-    return next((library.fault for library in cuda_libraries() if "cudnn" in library.name), None)
-
-
-def _grouped_decode(manifest: Manifest, provider: str) -> GraphSpec | None:
-    """The graph of single tokens that is faster for them than that of prompts."""
-    found = (graph for graph in manifest.graphs if graph.lowering == "static-grouped")
-    return next((graph for graph in found if provider in graph.providers), None)
+    def memory(
+        self,
+        graph: GraphSpec,
+        resize_sessions: Mapping[ResizeKey, Any] = MappingProxyType({}),
+        *,
+        keep: bool = False,
+        tight: bool = False,
+        starts_empty: bool = False,
+    ) -> CacheMemory:
+        """Of the caches of a graph; see CacheMemory."""
+        spec, device = self.manifest.caches[graph.cache or ""], _DEVICES[self.provider]
+        return CacheMemory(spec, device, resize_sessions, keep=keep, tight=tight, starts_empty=starts_empty)
 
 
 def open_graph(
@@ -129,90 +105,109 @@ def open_graph(
     Raises:
         UserError: the export has none, is damaged, or does not load.
     """
-    if options.speculate and provider != "cpu":
-        raise UserError(f"--speculate is for the CPU, not {provider}; leave it out")
-    if options.speculate and manifest.quantised:
-        raise UserError(
-            f"--speculate: the activations of {manifest.dtype} round otherwise when several tokens go at once, so "
-            "that the answer could be another; use an export in f32, f16 or bf16"
-        )
+    _verify_options(manifest, provider, options)
     verify_panels(folder, manifest)
     entry = (
         "greedy" if options.greedy_on_device else "score" if options.speculate or for_scores else "prefill"
     )
-    graph = manifest.graph(entry, provider)
-    verify_graph(folder, manifest, graph)
-    names, vocab_size = CacheNames.of(manifest.num_hidden_layers), manifest.vocab_size
-    device = DEVICES[provider]
-    one_thread = dataclasses.replace(options, threads=1)
+    graph, export = manifest.graph(entry, provider), Export(folder, manifest, provider, options)
     if graph.lowering == "portable":
-        if provider == "tensorrt":
-            session, engine = open_engine(
-                folder, manifest, graph, options, capacity=context_length, prefill_chunk=prefill_chunk
-            )
-        else:
-            session, engine = open_session(folder / graph.file, provider, options), None
-        # One node: not worth an engine.
-        shrink_graph = manifest.graph("shrink", provider)
-        verify_graph(folder, manifest, shrink_graph)
-        shrink = open_session(folder / shrink_graph.file, device, one_thread)
-        growing = GrowingSteps(session, shrink, names, device=device, vocab_size=vocab_size)
-        return Opened(graph, growing, engine, None, device)
-
-    if options.prepack is False and manifest.quantised:
+        return _open_growing(export, graph, context_length=context_length, prefill_chunk=prefill_chunk)
+    if options.prepack is False and manifest.quantized:
         raise UserError(
             f"--no-prepack: {manifest.dtype} weights are computed with as ONNX Runtime packs them only"
         )
-    in_place = provider == "cpu" and not manifest.quantised and not options.prepack
-    mapped = in_place and manifest.dtype == "f32"  # f16 and bf16 become f32 copies, once, in any case
-    capture = provider == "cuda" and options.cuda_graph
     if provider == "cuda" and graph.entry == "greedy" and (fault := _cudnn_fault()):
         raise UserError(f"--greedy-on-device needs cuDNN for its argmax: {fault}; or leave it out")
     grouped = None if for_scores else _grouped_decode(manifest, provider)
-    decode = grouped if mapped and graph.lowering == "static" else None
+    executor = (_open_live_slice if graph.lowering == "static" else _open_fixed)(export, graph, grouped)
+    return Opened(graph, executor, None)
+
+
+def _verify_options(manifest: Manifest, provider: str, options: SessionOptions) -> None:
+    if options.speculate and provider != "cpu":
+        raise UserError(f"--speculate is for the CPU, not {provider}; leave it out")
+    if options.speculate and manifest.quantized:
+        raise UserError(
+            f"--speculate: the activations of {manifest.dtype} round otherwise when several tokens go at once, so "
+            "that the answer could be another; use an export in f32, f16 or bf16"
+        )
+
+
+def _open_growing(export: Export, graph: GraphSpec, *, context_length: int, prefill_chunk: int) -> Opened:
+    if export.provider == "tensorrt":
+        verify_graph(export.folder, export.manifest, graph)
+        session, engine = open_engine(
+            export.folder, export.manifest, graph, export.options,
+            capacity=context_length, prefill_chunk=prefill_chunk,
+        )  # fmt: skip
+    else:
+        session, engine = export.open(graph), None
+    memory, shrink = export.memory(graph, starts_empty=True), export.resizing("shrink")
+    return Opened(graph, Growing(session, memory, shrink, vocab_size=export.manifest.vocab_size), engine)
+
+
+def _open_live_slice(export: Export, graph: GraphSpec, grouped: GraphSpec | None) -> Executor:
+    """Of `static` graphs; where weights are mapped, single tokens go through the grouped graph over the same file."""
+    manifest = export.manifest
+    in_place = export.provider == "cpu" and not manifest.quantized and not export.options.prepack
+    # f16 and bf16 become f32 copies, once, in any case: a second session would hold them again.
+    decode = grouped if in_place and manifest.dtype == "f32" else None
     # Side by side: most of what a session of mapped weights takes is one thread's work on the graph.
     with concurrent.futures.ThreadPoolExecutor(1) as beside:
-        of_decode = None
-        if decode is not None:
-            verify_graph(folder, manifest, decode)
-            of_decode = beside.submit(open_session, folder / decode.file, provider, options, in_place=True)
-        session = open_session(folder / graph.file, provider, options, in_place=in_place, capture=capture)
-    grow_graph = manifest.graph("grow", provider)
-    verify_graph(folder, manifest, grow_graph)
-    grow = open_session(folder / grow_graph.file, provider, one_thread)
-    feeds: dict[str, Feeds] = {
-        "static-capture": CaptureFeeds(),
-        "static-grouped": CaptureFeeds(),
-        "contrib": ContribFeeds(fixed=provider != "cpu"),
-    }
-    steps: Steps
-    if graph.lowering == "static":
-        steps = sliced = SlicedSteps(session, names, vocab_size=vocab_size, keeps_binding=decode is None)
-        if decode is not None and of_decode is not None:
-            fixed = FixedSteps(
-                of_decode.result(), names, feeds[decode.lowering], device=device, vocab_size=vocab_size,
-                capture=False, chooses=False,
-            )  # fmt: skip
-            steps = PhasedSteps(sliced, fixed)
-    elif graph.lowering in feeds:
+        of_decode = beside.submit(export.open, decode, in_place=True) if decode else None
+        session = export.open(graph, in_place=in_place)
+    resize, vocab_size = export.resizing("grow"), manifest.vocab_size
+    # A step of the grouped graph reads all slots: few should be empty.
+    memory = export.memory(graph, resize, tight=decode is not None)
+    prefill = LiveSlice(session, memory, vocab_size=vocab_size, keeps_binding=decode is None)
+    if of_decode is None:
+        return prefill
+    single = FixedShape(
+        of_decode.result(), memory, StaticInputs(), vocab_size=vocab_size, capture=False, chooses=False
+    )
+    return TwoGraphs(prefill, single)
 
-        def fixed_steps(own: Any, spec: GraphSpec) -> FixedSteps:
-            return FixedSteps(
-                own, names, feeds[spec.lowering], device=device, vocab_size=vocab_size, capture=capture,
-                chooses=spec.entry == "greedy",
-            )  # fmt: skip
 
-        steps = short = fixed_steps(session, graph)
-        if grouped is not None and not short.chooses:
+def _open_fixed(export: Export, graph: GraphSpec, grouped: GraphSpec | None) -> Executor:
+    """Of `static-capture` and `contrib` graphs; beside the latter the grouped one, once a context is long."""
+    manifest, options = export.manifest, export.options
+    on_cpu, chooses = export.provider == "cpu", graph.entry == "greedy"
+    capture = export.provider == "cuda" and options.cuda_graph
+    in_place = on_cpu and not manifest.quantized and not options.prepack
+    session = export.open(graph, in_place=in_place, capture=capture)
+    alone = grouped is None or chooses
+    memory = export.memory(graph, export.resizing("grow"), keep=alone, tight=not alone)
 
-            def open_long() -> FixedSteps | None:
-                weights = sum(spec.size for name, spec in manifest.files.items() if is_weights(name))
-                if free_memory() < 2 * weights:
-                    return None
-                verify_graph(folder, manifest, grouped)
-                return fixed_steps(open_session(folder / grouped.file, provider, options), grouped)
+    def fixed_shape(own: Any, spec: GraphSpec) -> FixedShape:
+        return FixedShape(
+            own,
+            memory,
+            step_inputs(spec.lowering, on_cpu=on_cpu),
+            vocab_size=manifest.vocab_size,
+            capture=capture,
+            chooses=chooses,
+        )
 
-            steps = LongSteps(short, open_long)
-    else:
-        raise UserError(f"{graph.file}: lowering {graph.lowering!r} is not known to this version")
-    return Opened(graph, steps, None, grow, device)
+    short = fixed_shape(session, graph)
+    if grouped is None or chooses:
+        return short
+
+    def open_long() -> FixedShape | None:
+        weights = sum(spec.size for name, spec in manifest.files.items() if is_weights(name))
+        if free_memory() < 2 * weights:
+            return None
+        return fixed_shape(export.open(grouped), grouped)
+
+    return LongContext(short, open_long)
+
+
+def _cudnn_fault() -> str | None:
+    """Why cuDNN does not load; of our operators ArgMax alone needs it, so CUDA starts without."""
+    return next((library.fault for library in cuda_libraries() if "cudnn" in library.name), None)
+
+
+def _grouped_decode(manifest: Manifest, provider: str) -> GraphSpec | None:
+    """The graph of single tokens that is faster for them than that of prompts."""
+    found = (graph for graph in manifest.graphs if graph.lowering == "static-grouped")
+    return next((graph for graph in found if provider in graph.providers), None)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from qwen_onnx.contract.manifest import Manifest, is_weights
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import Manifest, is_weights
 
 _LOCATION = b"location"
 # ModelProto.graph, GraphProto.initializer, TensorProto.external_data: where an export's graphs have locations.

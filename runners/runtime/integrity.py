@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import GraphSpec, Manifest, is_weights
 from qwen_onnx.runners.runtime.external_data import refuse_foreign_data
 
 PAGE = 4096

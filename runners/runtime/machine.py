@@ -1,9 +1,10 @@
-"""How many threads compute best: one for each physical core that this process may use."""
+"""What this process may take of the machine, in a container too: cores and memory."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -56,3 +57,18 @@ def _quota() -> float | None:
         return int(quota) / int(period) if int(quota) > 0 else None
     except (OSError, ValueError, ZeroDivisionError):
         return None
+
+
+def free_memory() -> int:
+    """Bytes that could be taken without swapping, or being killed for a container's limit (cgroup 2)."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        # Pages of files, the mapped weights among them, count as used and are given up when asked for.
+        of_files = re.findall(
+            r"^(?:in)?active_file (\d+)$", (CGROUP / "memory.stat").read_text(), re.MULTILINE
+        )
+    except (OSError, ValueError):  # no container, no limit ("max"), or an older kernel
+        return free
+    return min(free, max(0, limit - used + sum(map(int, of_files))))

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from qwen_onnx.contract import PROBE_SIZE, PROBE_WEIGHT, PROBE_X, PROBE_Y
+from qwen_onnx.contract.manifest import Manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import Manifest
 from qwen_onnx.runners.runtime.integrity import verify_graph
-from qwen_onnx.runners.runtime.session import SessionOptions, failed, open_session
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.runtime.session import failed, open_session
 
 
 def panel_rows(probe: Any) -> int | None:
@@ -24,9 +25,9 @@ def panel_rows(probe: Any) -> int | None:
     x = np.arange(PROBE_SIZE, dtype=np.float32)
     for rows in (16, 8):
         panels = np.ascontiguousarray(weight.reshape(-1, rows, PROBE_SIZE).swapaxes(1, 2))
-        feeds = {PROBE_X: x.reshape(1, -1, 1, 1), PROBE_WEIGHT: panels.reshape(*weight.shape, 1, 1)}
+        inputs = {PROBE_X: x.reshape(1, -1, 1, 1), PROBE_WEIGHT: panels.reshape(*weight.shape, 1, 1)}
         try:
-            (y,) = probe.run([PROBE_Y], feeds)
+            (y,) = probe.run([PROBE_Y], inputs)
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise failed("the probe of panels", error) from None
         if np.array_equal(y.ravel(), weight @ x):  # whole numbers below 2^24: exact in any order
@@ -56,11 +57,11 @@ def verify_panels(folder: Path, manifest: Manifest) -> None:
     has = f"take panels of {found}" if found else "have no such kernels"
     raise UserError(
         f"{folder}: its matrices lie in panels of {manifest.panel_rows} rows; ONNX Runtime's kernels for this "
-        f"processor {has}; export it anew here, or anywhere without --layout cpu"
+        f"processor {has}; export it anew here, or anywhere without --weights-order panels"
     )
 
 
 def _found(folder: Path, manifest: Manifest) -> int | None:
     graph = manifest.graph("probe", "cpu")
     verify_graph(folder, manifest, graph)
-    return panel_rows(open_session(folder / graph.file, "cpu", SessionOptions("cpu", threads=1)))
+    return panel_rows(open_session(folder / graph.file, "cpu", SessionOptions(provider="cpu", threads=1)))

@@ -8,12 +8,12 @@ import io
 import sys
 from pathlib import Path
 
+from qwen_onnx.contract.manifest import Manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import Manifest
 from qwen_onnx.runners.runtime.nvidia.libraries import tensorrt_library
+from qwen_onnx.runners.runtime.options import PROVIDERS
 from qwen_onnx.runners.runtime.session import (
     ONE_DISTRIBUTION,
-    PROVIDERS,
     SILENT,
     first_line,
     import_onnxruntime,

@@ -1,8 +1,7 @@
-"""ONNX Runtime itself, and the options that every session is made with."""
+"""ONNX Runtime itself, and sessions on exactly one provider."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import re
@@ -12,23 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from qwen_onnx.contract.manifest import MIN_ONNXRUNTIME
 from qwen_onnx.errors import OutOfMemoryError, UserError
-from qwen_onnx.manifest import MIN_ONNXRUNTIME
 from qwen_onnx.runners.runtime.machine import physical_cores
+from qwen_onnx.runners.runtime.options import OPTIMIZATION_LEVELS, PROVIDERS, SessionOptions
 
 if TYPE_CHECKING:
     import onnxruntime
 
-PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-}
-OPTIMIZATION_LEVELS = {
-    "disabled": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED",
-    "all": "ORT_ENABLE_ALL",
-}  # fmt: skip
-"""How far ONNX Runtime may rewrite a graph, by our name; in rising order."""
 SILENT = 4
 """ONNX Runtime's log level that prints nothing: its errors come as exceptions, and are said once."""
 # Flash, memory-efficient and unfused attention, and not cuDNN's, which Hopper would get: it plans anew for each
@@ -38,56 +28,6 @@ _OUT_OF_MEMORY = re.compile(
     r"bad_alloc|Cannot allocate memory|Failed to allocate memory(?: for requested buffer of size (\d+))?"
 )
 _NO_MEMORY = "out of memory"
-_MOST_THREADS = 1024  # far above any machine's cores; making more of them takes minutes
-
-
-@dataclasses.dataclass(frozen=True)
-class SessionOptions:
-    """What a user may choose of a session.
-
-    Raises:
-        UserError: a value that is none of its kind.
-    """
-
-    provider: str = "auto"
-    """auto, cpu, cuda or tensorrt."""
-    threads: int | None = None
-    """None: on the CPU one for each physical core that this process may use, else 1."""
-    prepack: bool | None = None
-    """On the CPU, copy the weights to private memory in the order that products read: prompts are 10 to 17 % faster,
-    the start takes seconds. None: int8 and int4 only, which need it; float weights stay where they are."""
-    cuda_graph: bool = True
-    """Capture decode steps as CUDA graphs and replay them; on the CUDA provider."""
-    tf32: bool = False
-    """Let f32 products on CUDA round their factors to 10 bits (TensorFloat-32)."""
-    greedy_on_device: bool = False
-    """Choose greedy tokens in the graph, which feeds its own next step."""
-    speculate: bool = False
-    """Guess several greedy tokens from what the context says already, and verify them in one step; on the CPU."""
-    gpu_mem_limit: int | None = None
-    """Most bytes of a session on CUDA, weights and activations; the cache is not counted. None: no limit."""
-    optimization_level: str = "all"
-    """How far ONNX Runtime rewrites graphs: one of OPTIMIZATION_LEVELS, to find out which rewriting did harm."""
-    disabled_optimizers: tuple[str, ...] = ()
-    """ONNX Runtime's names of single rewritings to leave out, as `SkipLayerNormFusion`."""
-
-    def __post_init__(self) -> None:
-        for name in ("threads", "gpu_mem_limit"):
-            if type(value := getattr(self, name)) not in (int, type(None)):
-                raise UserError(f"{name} {value!r}: a whole number wanted, or None")
-        if self.gpu_mem_limit is not None and not 0 < self.gpu_mem_limit < 2**63:
-            raise UserError(f"gpu_mem_limit {self.gpu_mem_limit}: 1 to {2**63 - 1} bytes wanted")
-        for name in ("cuda_graph", "tf32", "greedy_on_device", "speculate"):
-            if type(getattr(self, name)) is not bool:
-                raise UserError(f"{name} {getattr(self, name)!r}: True or False wanted")
-        if self.optimization_level not in OPTIMIZATION_LEVELS:
-            raise UserError(
-                f"optimization_level {self.optimization_level!r}: one of {', '.join(OPTIMIZATION_LEVELS)} wanted"
-            )
-        if self.prepack not in (None, True, False):
-            raise UserError(f"prepack {self.prepack!r}: True, False or None wanted")
-        if self.speculate and self.greedy_on_device:
-            raise UserError("greedy_on_device takes one token a step, speculate several: choose one of them")
 
 
 def import_onnxruntime(*, at_least: str = MIN_ONNXRUNTIME) -> Any:
@@ -153,8 +93,6 @@ def open_session(
     threads = options.threads
     if threads is None:  # on a GPU what is left to the CPU is the arithmetic of shapes
         threads = physical_cores() if provider == "cpu" else 1
-    if not 0 < threads <= _MOST_THREADS:
-        raise UserError(f"{threads} threads asked for; 1 to {_MOST_THREADS} are possible")
     settings.intra_op_num_threads = threads
     if provider == "cpu":
         settings.add_session_config_entry("session.prepack.enable_parallel", "1")

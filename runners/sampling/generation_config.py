@@ -5,19 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError, printable
-from qwen_onnx.json_file import read_json
-from qwen_onnx.runners.sampling.params import SamplingOptions, verify_count
-from qwen_onnx.runners.text.stop_strings import verified_stop
+from qwen_onnx.options import Given, declared, made
+from qwen_onnx.runners.sampling.request import Request
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-
-_OF_SAMPLING = (
-    "do_sample", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-_OF_LENGTH = ("max_new_tokens", "min_new_tokens")
-_STOP_STRINGS = "stop_strings"
 
 # Read elsewhere, or of no effect on what one sequence says.
 _ELSEWHERE = frozenset({
@@ -38,18 +31,16 @@ _NEUTRAL = {
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationDefaults:
+class GenerationConfig:
     """What holds where a caller says nothing else."""
 
-    sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    given: Given = dataclasses.field(default_factory=dict)
+    """Values of Request by field name."""
     ignored: tuple[str, ...] = ()
     """`name value` of what the file says beyond that, which would change an answer in transformers."""
 
 
-def read_defaults(folder: Path) -> GenerationDefaults:
+def read_generation_config(folder: Path) -> GenerationConfig:
     """Read an export's generation_config.json; a missing file, a missing key and null say nothing.
 
     Raises:
@@ -57,20 +48,13 @@ def read_defaults(folder: Path) -> GenerationDefaults:
     """
     path = folder / GENERATION_CONFIG_FILE
     found = read_json(path) if path.exists() else {}
-    values = {name: value for name, value in found.items() if value is not None}
-    own = {*_OF_SAMPLING, *_OF_LENGTH, _STOP_STRINGS}
-    ignored = {name: values[name] for name in values if name not in own | _ELSEWHERE}
+    values = {key: value for key, value in found.items() if value is not None}
+    keys = {option.config_key: name for name, option in declared(Request).items() if option.config_key}
+    given = {keys[key]: value for key, value in values.items() if key in keys}
     try:
-        for name in _OF_LENGTH:
-            verify_count(name, values.get(name))
-        return GenerationDefaults(
-            SamplingOptions(**{name: values[name] for name in _OF_SAMPLING if name in values}),
-            max_new_tokens=values.get("max_new_tokens"),
-            min_new_tokens=values.get("min_new_tokens", 0),
-            stop=verified_stop(values.get(_STOP_STRINGS, ())),
-            ignored=tuple(
-                printable(f"{name} {value}") for name, value in ignored.items() if _NEUTRAL.get(name) != value
-            ),
-        )
+        made(Request, given)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    others = {key: value for key, value in values.items() if key not in keys.keys() | _ELSEWHERE}
+    ignored = [f"{key} {value}" for key, value in others.items() if _NEUTRAL.get(key) != value]
+    return GenerationConfig(given, tuple(map(printable, ignored)))

@@ -1,10 +1,12 @@
-"""Choosing a token from logits: pure functions over f32 [n]. -inf is an id that cannot be chosen.
+"""From logits to a token: pure functions over f32 [n]. -inf is an id that cannot be chosen.
 
-Names and formulas are those of transformers' logits processors.
+Names and formulas are those of transformers' logits processors (repetition: the CTRL paper, arXiv:1909.05858, section
+4.1); presence, frequency and bias as in OpenAI's API, counted over the answer as vLLM does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ Weights = NDArray[np.float32]
 NONE_LEFT = "no token is left to choose: all were excluded"
 
 _BLOCK = 512
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Candidates(NamedTuple):
@@ -38,7 +41,8 @@ def greedy(logits: Scores) -> int:
 
 def top(logits: Scores, k: int) -> list[tuple[int, float]]:
     """The k largest logits as (id, logit), best first, the lower id of equals; fewer where fewer ids name a token."""
-    k = min(k, int(np.isfinite(logits).sum()))
+    if k:
+        k = min(k, int(np.isfinite(logits).sum()))
     if not k:
         return []
     ids = top_k_ids(logits, k)
@@ -46,12 +50,53 @@ def top(logits: Scores, k: int) -> list[tuple[int, float]]:
     return list(zip(ids.tolist(), logits[ids].tolist(), strict=True))
 
 
-def log_normaliser(logits: Scores) -> float:
+def log_normalizer(logits: Scores) -> float:
     """ln sum e^x in float64: less it, a logit is the log softmax, ln p."""
     best = float(logits.max())
     shifted = logits.astype(np.float64)
     shifted -= best
     return best + float(np.log(np.exp(shifted, out=shifted).sum()))
+
+
+def with_bias(scores: Scores, bias: Mapping[int, float]) -> Scores:
+    """x + bias, for the ids that have one."""
+    changed = scores.copy()
+    changed[list(bias)] += np.array(list(bias.values()), np.float32)
+    return changed
+
+
+def with_repetition_penalty(scores: Scores, seen: Ids, penalty: float) -> Scores:
+    """x / penalty where x is 0 or more, else x * penalty, once for each id that was seen.
+
+    Args:
+        seen: ids of prompt and answer, each once.
+    """
+    changed, held = scores.copy(), scores[seen].astype(np.float64)
+    with np.errstate(over="ignore"):  # an id at -inf is out; one at infinity would be NaN later
+        penalized = np.minimum(np.where(held < 0, held * penalty, held / penalty), _LARGEST)
+        changed[seen] = penalized.astype(np.float32)
+    return changed
+
+
+def with_count_penalties(
+    scores: Scores, counts: NDArray[np.int32], *, presence: float, frequency: float
+) -> Scores:
+    """x - frequency * count - presence * (count > 0).
+
+    Args:
+        counts: [vocab], how often each id is in the answer so far.
+    """
+    said = np.flatnonzero(counts)
+    changed = scores.copy()
+    changed[said] -= (frequency * counts[said] + presence).astype(np.float32)
+    return changed
+
+
+def without_ids(scores: Scores, token_ids: Collection[int]) -> Scores:
+    """-inf for these ids."""
+    changed = scores.copy()
+    changed[[token_id for token_id in token_ids if token_id < scores.size]] = -np.inf
+    return changed
 
 
 def candidates(

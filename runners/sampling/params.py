@@ -1,155 +1,143 @@
-"""How tokens are chosen: what a caller may ask for, and what is in force with the export's own settings under it."""
+"""How tokens are chosen: the options of sampling, each with its bounds, flag and key in generation_config.json."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.option_kinds import Count, Number, Switch, is_number
+from qwen_onnx.options import SAME, Given, Kind, Options, declare
 
-_NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: value >= 0, "a number of 0 or more"),
-    "top_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (lambda value: value > 0, "a number above 0"),
-    "presence_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2"),
-    "frequency_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2"),
-}
-_OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
+PANEL = "Sampling"
+"""Of the help."""
+DRAWING = ("temperature", "top_k", "top_p", "min_p")
+"""Options that only drawing has a use for."""
+GREEDY: Mapping[str, Any] = MappingProxyType({
+    "do_sample": False, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    "logit_bias": {},
+})  # fmt: skip
+"""The best token as the model computes it, whatever generation_config.json says: no penalty, no bias."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Biases:
+    """Token ids, and what is added to their logits."""
+
+    wanted: str = "numbers by token id, as {5: -1.0},"
+    typed: Any = str
+
+    def accepts(self, value: Any) -> bool:
+        """See Kind.accepts; what is in it, SamplingParams looks at, and names the pair that is wrong."""
+        return isinstance(value, Mapping)
+
+    def parse(self, text: str) -> object:
+        """`5=-1,7=2.5`.
+
+        Raises:
+            UserError: anything else.
+        """
+        pairs = [part.partition("=") for part in text.split(",")]
+        try:
+            if not all(equals for _, equals, _ in pairs):
+                raise ValueError
+            return {int(token_id): float(value) for token_id, _, value in pairs}
+        except ValueError:
+            raise UserError(f"logit_bias {text!r}: ids and numbers wanted, as 5=-1,7=2.5") from None
+
+
+def _everywhere(default: Any, kind: Kind, help: str, about: str = "") -> Any:
+    """An option that has one name everywhere."""
+    return declare(default, kind, help, PANEL, config_key=SAME, setting=SAME, of_lines=True, about=about)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """What is asked of the choice of tokens; None leaves a value to the export's generation_config.json.
+class SamplingParams(Options):
+    """How each token is chosen; as it is made, nothing is drawn, penalized or biased.
 
-    Where temperature (above 0), top_k, top_p or min_p is given, tokens are drawn, whatever that file says. Applied
-    in the order: logit_bias, repetition, presence and frequency penalty, end tokens held off by min_new_tokens,
-    temperature, top_k, top_p, min_p.
+    Applied in this order: logit_bias, repetition, presence and frequency penalty, end tokens held off by
+    min_new_tokens, temperature, top_k, top_p, min_p. Names and formulas are transformers' (which takes a top_k of 50
+    where none is set); presence, frequency and bias are OpenAI's.
 
     Raises:
         UserError: a value of the wrong kind or out of range.
     """
 
-    do_sample: bool | None = None
-    """False is greedy: the best token after bias and penalties, nothing drawn."""
-    temperature: float | None = None
-    """Logits are divided by it; 0 is greedy."""
-    top_k: int | None = None
-    """Only so many of the best tokens, and equals of the last; 0 for all."""
-    top_p: float | None = None
-    """Only the best tokens that together have this probability, at least one."""
-    min_p: float | None = None
-    """Only tokens of at least this share of the best one's probability."""
-    repetition_penalty: float | None = None
-    """Positive logits of ids in prompt and answer are divided by it, negative ones multiplied."""
-    presence_penalty: float | None = None
-    """Taken off the logits of ids in the answer, -2 to 2."""
-    frequency_penalty: float | None = None
-    """The same, times how often the id is there."""
-    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    """Ids and what is added to their logits, -100 to 100."""
-    seed: int | None = None
-    """The same gives the same text, on one provider, dtype and version; None draws another each time."""
+    do_sample: bool = declare(
+        False, Switch(), "Draw tokens; else the best each time.", config_key=SAME, setting=SAME
+    )
+    temperature: float = _everywhere(1.0, Number(0), "Logits are divided by it; 0: greedy.")
+    top_k: int = _everywhere(
+        0,
+        Count(),
+        "Draw from the K best; 0: from all.",
+        "Draw from the K best, and equals of the last; 0: from all.",
+    )
+    top_p: float = _everywhere(
+        1.0, Number(0, 1), "Draw from the best of this probability.",
+        "Draw from the best that have this probability together, at least one.",
+    )  # fmt: skip
+    min_p: float = _everywhere(
+        0.0, Number(0, 1), "Least share of the best probability.",
+        "Draw only from tokens that have this share of the best one's probability.",
+    )  # fmt: skip
+    repetition_penalty: float = _everywhere(
+        1.0, Number(0, above=True), "Divides logits of ids said before.",
+        "Positive logits of ids in prompt and answer are divided by it, others multiplied.",
+    )  # fmt: skip
+    presence_penalty: float = _everywhere(0.0, Number(-2, 2), "Taken off logits of ids in the answer.")
+    frequency_penalty: float = _everywhere(
+        0.0, Number(-2, 2), "The same, for each time it is there.",
+        "Taken off logits of ids in the answer, for each time they are there.",
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] = declare(
+        dict, Biases(), "Added to logits; -100 to 100.", PANEL, metavar="ID=X,..", read=Biases().parse,
+        setting=SAME, hash=False, about="Numbers from -100 to 100 by token id, added to the logits.",
+    )  # fmt: skip
+    seed: int | None = declare(
+        None, Count(0, 2**64 - 1), "The same seed draws the same text.", PANEL, setting=SAME, of_lines=True,
+        about="The same seed draws the same text, on one provider, dtype and version.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.do_sample is not None and type(self.do_sample) is not bool:
-            raise UserError(f"do_sample {self.do_sample!r}: True or False wanted")
-        for name, (fits, wanted) in _NUMBERS.items():
-            value = getattr(self, name)
-            if value is not None and not (is_number(value) and fits(value)):
-                raise UserError(f"{name} {value!r}: {wanted} wanted")
-        verify_count("top_k", self.top_k)
-        verify_count("seed", self.seed, most=2**64 - 1)
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _verified_bias(self.logit_bias))
-
-    @classmethod
-    def greedy(cls) -> Self:
-        """The best token as the model computes it, whatever generation_config.json says: no penalty, no bias."""
-        return cls(
-            do_sample=False,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            logit_bias={},
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """The values in force; what nobody set changes nothing. (transformers sets an unset top_k to 50.)"""
-
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
-    seed: int | None = None
+        super().__post_init__()
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change
+        for token_id, bias in self.logit_bias.items():
+            if type(token_id) is not int or token_id < 0:
+                raise UserError(f"logit_bias of {token_id!r}: a token id wanted")
+            if not is_number(bias) or not -100 <= bias <= 100:
+                raise UserError(f"logit_bias {bias!r} of {token_id}: a number from -100 to 100 wanted")
 
     @property
     def plain(self) -> bool:
-        """The best logit as the model computed it: nothing is drawn, penalised or biased."""
+        """The best logit as the model computed it: nothing is drawn, penalized or biased."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return not self.do_sample and penalties == (1, 0, 0) and not self.logit_bias
 
     def describe(self) -> str:
-        """All values, in one line; those of drawing only where it draws."""
-        left_out = {"do_sample"} if self.do_sample else {"do_sample", "seed", *_OF_DRAWING}
-        fields = [field.name for field in dataclasses.fields(self) if field.name not in left_out]
-        words = [f"{name} {_text(getattr(self, name))}" for name in fields]
+        """How tokens are chosen, in one line; values of drawing only where it draws."""
+        left_out = {"do_sample"} if self.do_sample else {"do_sample", "seed", *DRAWING}
+        names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in left_out]
+        words = [f"{name} {_in_words(getattr(self, name))}" for name in names]
         return ", ".join(["sampling" if self.do_sample else "greedy", *words])
 
 
-def in_force(asked: SamplingOptions, default: SamplingOptions) -> Sampling:
-    """What was asked for, what the default says of the rest, and neutral values for what neither says."""
-    values: dict[str, Any] = {}
-    for options in (default, asked):
-        held = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-        values |= {name: value for name, value in held.items() if value is not None}
-    if asked.do_sample is None and any(getattr(asked, name) is not None for name in _OF_DRAWING):
+def merged(defaults: Given, asked: Given) -> dict[str, object]:
+    """What was asked for, and what the defaults say of the rest.
+
+    Whoever asks for something that only drawing has a use for wants to draw; a temperature of 0 is greedy.
+    """
+    values = {**defaults, **asked}
+    if "do_sample" not in asked and any(name in asked for name in DRAWING):
         values["do_sample"] = True
     if values.get("temperature") == 0:
-        values |= {"do_sample": False, "temperature": Sampling.temperature}
-    return Sampling(**values)
+        values = {**values, "do_sample": False, "temperature": SamplingParams.temperature}
+    return values
 
 
-def is_number(value: object) -> bool:
-    """A finite int or float, and not a bool, which is an int to Python."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int beyond all floats
-        return False
-
-
-def verify_count(name: str, value: object, *, most: int | None = None) -> None:
-    """Raises UserError for what is neither a whole number of 0 or more nor None."""
-    if value is None:
-        return
-    if type(value) is not int or value < 0 or (most is not None and value > most):
-        upper = "of 0 or more" if most is None else f"from 0 to {most}"
-        raise UserError(f"{name} {value!r}: a whole number {upper} wanted")
-
-
-def _verified_bias(bias: object) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise UserError(f"logit_bias {bias!r}: token ids and numbers wanted, as {{5: -1.0}}")
-    for token_id, value in bias.items():
-        if type(token_id) is not int or token_id < 0:
-            raise UserError(f"logit_bias of {token_id!r}: a token id wanted")
-        if not is_number(value) or not -100 <= value <= 100:
-            raise UserError(f"logit_bias {value!r} of {token_id}: a number from -100 to 100 wanted")
-    return dict(bias)
-
-
-def _text(value: object) -> str:
+def _in_words(value: object) -> str:
     if isinstance(value, Mapping):
         return ",".join(f"{token_id}={bias:g}" for token_id, bias in value.items()) or "none"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

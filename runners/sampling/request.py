@@ -1,113 +1,171 @@
-"""The values that one generation goes by."""
+"""What is asked of one answer: how its tokens are chosen, what ends it, what its text must be, what it reports."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from qwen_onnx.contract.json_file import read_json_value, read_text
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.sampling.constraint import Constraint
-from qwen_onnx.runners.sampling.grammar import Grammar
-from qwen_onnx.runners.sampling.params import Sampling, SamplingOptions, verify_count
-from qwen_onnx.runners.text.stop_strings import verified_stop
+from qwen_onnx.option_kinds import Count, Switch, Text, Texts, as_json
+from qwen_onnx.options import SAME, declare
+from qwen_onnx.runners.sampling.constraint import Constraint, as_constraint
+from qwen_onnx.runners.sampling.params import GREEDY, PANEL, SamplingParams
+
+PLAIN: Mapping[str, Any] = MappingProxyType({**GREEDY, "stop": (), "min_new_tokens": 0, "ignore_eos": True})
+"""Greedy ids as the model computes them, past every end, whatever generation_config.json says."""
+_OUTPUT, _CHAT = "Output", "Chat"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """A JSON Schema, as Python values or as JSON."""
+
+    wanted: str = "an object, or true,"
+    typed: Any = Path
+
+    def accepts(self, value: Any) -> bool:
+        """See Kind.accepts; what is in it, `as_constraint` looks at."""
+        return isinstance(value, Mapping | bool | str)
+
+    def parse(self, text: str) -> object:
+        """See Kind.parse."""
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """Functions that the model may call, as OpenAI's API describes them."""
+
+    wanted: str = "a list of JSON objects"
+    typed: Any = Path
+
+    def accepts(self, value: Any) -> bool:
+        """See Kind.accepts."""
+        return isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value)
+
+    def parse(self, text: str) -> object:
+        """See Kind.parse."""
+        return as_json(text)
+
+
+def read_schema(path: Path) -> str:
+    """A schema's file.
+
+    Raises:
+        UserError: it cannot be read, or holds no schema.
+    """
+    text = read_text(path, name=f"--json-schema {path}")
+    try:
+        as_constraint(json_schema=text)
+    except UserError as error:
+        raise UserError(f"--json-schema {path}: {error}") from None
+    return text
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """The functions in a JSON file: a list of objects that have names.
+
+    Raises:
+        UserError: anything else.
+    """
+    found = read_json_value(path)
+    if not isinstance(found, list) or not found:
+        raise UserError(f"{path}: a JSON list of functions wanted")
+    for tool in found:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(f"{path}: each function is an object with a name, found {str(tool)[:200]}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
-    """What is asked of one answer; None leaves a value to the export's generation_config.json or its template.
+class Request(SamplingParams):
+    """What is asked of one answer, complete: `Chat.request` makes one of what was given and of the export's defaults.
 
     Raises:
         UserError: a value of the wrong kind or out of range.
     """
 
-    max_new_tokens: int | None = None
-    """Where that file says nothing either: until the model ends or the context is full."""
-    ignore_eos: bool = False
-    """Go on after an end token."""
-    top_logits: int = 0
-    """How many of the best ids and logits each token carries."""
-    sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
-    """How tokens are chosen; each value overrides the file's."""
-    stop: str | Sequence[str] | None = None
-    """Strings that end the answer, beside the end tokens, and are not part of its text; they may span tokens. Special
-    tokens have no text: they do not count."""
-    min_new_tokens: int | None = None
-    """So many tokens come before an end token, or the one that completes a stop string."""
-    logprobs: int | None = None
-    """Each token carries the log probability of its id, and of so many best ids."""
-    constraint: Constraint | None = None
-    """What the answer's text must be, all of it: no reasoning comes before it. It ends with an end token (`eos`)
-    where that text is complete: never before, and there whatever `min_new_tokens` and `ignore_eos` say if nothing
-    else can come. What else ends it (`length`, `context`, `stop`) leaves the beginning of such a text."""
-    tools: Sequence[Mapping[str, object]] | None = None
-    """JSON schemas of functions, for a chat template that shows them to the model."""
-    enable_thinking: bool | None = None
-    """The switch of templates for models that may think before they answer."""
-    reuse_cache: bool = True
-    """Compute only what the cache does not hold of the prompt; else all of it."""
+    max_new_tokens: int | None = declare(
+        None, Count(), "Most tokens of an answer.", PANEL, config_key=SAME, setting=SAME, of_lines=True,
+        about="Most tokens of an answer; default until the model ends it or the context is full.",
+    )  # fmt: skip
+    min_new_tokens: int = declare(
+        0, Count(), "Least tokens before the answer may end.", PANEL, config_key=SAME, setting=SAME, of_lines=True,
+        about="So many tokens come before an end token, or the one that completes a stop string.",
+    )  # fmt: skip
+    stop: str | Sequence[str] = declare(
+        (), Texts(), "End before this text; may be repeated.", PANEL, metavar="TEXT", config_key="stop_strings",
+        setting=SAME, of_lines=True, about="End the answer before this text, or the first of several.",
+    )  # fmt: skip
+    """They may span tokens, and are not part of the text. Special tokens have no text: they do not count."""
+    ignore_eos: bool = declare(
+        False, Switch(), "Go on after an end token.", PANEL, flag="--ignore-eos", setting=SAME
+    )
+    json_schema: Mapping[str, object] | bool | str | None = declare(
+        None, Schema(), "The answer is JSON of this schema.", PANEL, metavar="FILE", read=read_schema, hash=False,
+        about="The answer is JSON of this schema: Python values, or JSON text.",
+    )  # fmt: skip
+    """The whole answer is, with no reasoning before it. It ends with an end token (`eos`) where its text is complete:
+    never before, and there whatever `min_new_tokens` and `ignore_eos` say if nothing else can come. What else ends it
+    (`length`, `context`, `stop`) leaves the beginning of such a text."""
+    regex: str | None = declare(None, Text(), "The answer matches this expression.", PANEL)
+    """The whole answer does, as with `json_schema`; in the syntax of Rust's `regex`."""
+    logprobs: int | None = declare(
+        None, Count(), "Log probabilities, K best too.", _OUTPUT, metavar="K", setting=SAME,
+        about="Report each token's log probability, and those of the K best.",
+    )  # fmt: skip
+    top_logits: int = declare(
+        0, Count(), "The K best tokens of each step.", _OUTPUT, metavar="K", setting=SAME,
+        about="Report the K best tokens of each step.",
+    )  # fmt: skip
+    enable_thinking: bool | None = declare(
+        None, Switch(), "Reason first, or not.", _CHAT, flag="--think/--no-think", setting="think",
+        about="Have the model reason first, or not; default as the chat template says.",
+    )  # fmt: skip
+    tools: Sequence[Mapping[str, object]] | None = declare(
+        None, Tools(), "Functions to call: a JSON list.", _CHAT, metavar="FILE", read=read_tools, hash=False,
+        about="Functions that the model may call, as OpenAI's API describes them.",
+    )  # fmt: skip
+    reuse_cache: bool = declare(
+        True, Switch(), "Compute only what is new.", _CHAT, flag="--cache-reuse/--no-cache-reuse",
+        about="Compute only what of the prompt is not in the cache yet.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None and (
-            type(self.max_new_tokens) is not int or self.max_new_tokens < 0
-        ):
-            raise UserError(f"max_new_tokens {self.max_new_tokens!r}: a whole number wanted, or None")
-        if type(self.top_logits) is not int or self.top_logits < 0:
-            raise UserError(f"top_logits {self.top_logits!r}: a whole number of 0 or more wanted")
-        for name in ("ignore_eos", "reuse_cache"):
-            if type(getattr(self, name)) is not bool:
-                raise UserError(f"{name} {getattr(self, name)!r}: True or False wanted")
-        if self.enable_thinking is not None and type(self.enable_thinking) is not bool:
-            raise UserError(f"enable_thinking {self.enable_thinking!r}: True, False or None wanted")
-        if self.stop is not None:
-            verified_stop(self.stop)
-        if self.tools is not None and (
-            isinstance(self.tools, str) or not all(isinstance(tool, Mapping) for tool in _listed(self.tools))
-        ):
-            raise UserError(f"tools {self.tools!r}: a list of JSON objects wanted, or None")
-        verify_count("min_new_tokens", self.min_new_tokens)
-        verify_count("logprobs", self.logprobs)
-        if not isinstance(self.sampling, SamplingOptions):
-            raise UserError(f"sampling {self.sampling!r}: SamplingOptions wanted, or None")
-        if not isinstance(self.constraint, Constraint | None):
-            raise UserError(f"constraint {self.constraint!r}: a Constraint wanted, or None")
+        super().__post_init__()
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        _ = self.constraint  # which says what is wrong with it
 
+    @functools.cached_property
+    def constraint(self) -> Constraint | None:
+        """What the answer's text must be."""
+        return as_constraint(json_schema=self.json_schema, regex=self.regex)
 
-def _listed(value: object) -> list[object]:
-    return list(value) if isinstance(value, Sequence) else [None]
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationOptions:
-    """What a generation goes by, once all is decided."""
-
-    max_new_tokens: int | None = None
-    """None: until the model ends or the context is full."""
-    ignore_eos: bool = False
-    top_logits: int = 0
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    min_new_tokens: int = 0
-    """So many tokens come before an end token, or before the one that completes a stop string."""
-    logprobs: int | None = None
-    """How many of the best ids have theirs beside the chosen one; None for none at all."""
-    stop: tuple[str, ...] = ()
-    """Looked for in the text, which `generate_ids` does not make."""
-    grammar: Grammar | None = None
-    """What the ids are held to."""
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return tuple(self.stop)
 
     @property
     def plain(self) -> bool:
         """Each id is that of the best logit as the model computed it."""
-        return self.sampling.plain and not self.min_new_tokens and self.grammar is None
+        return super().plain and not self.min_new_tokens and self.constraint is None
 
     def describe(self) -> str:
-        """The values in force, in two lines, and a third for a constraint."""
+        """The values, in two lines, and a third for a constraint."""
         most = "none" if self.max_new_tokens is None else self.max_new_tokens
-        stop = " ".join(map(repr, self.stop)) or "none"
-        held = "" if self.grammar is None else f"\n{self.grammar.constraint.describe()}"
+        stop = " ".join(map(repr, self.stops)) or "none"
+        held = "" if self.constraint is None else f"\n{self.constraint.describe()}"
         on = ", ignore_eos on" if self.ignore_eos else ""
         on += f", top_logits {self.top_logits}" if self.top_logits else ""
         on += "" if self.logprobs is None else f", logprobs {self.logprobs}"
         return (
-            f"{self.sampling.describe()}\n"
+            f"{super().describe()}\n"
             f"max_new_tokens {most}, min_new_tokens {self.min_new_tokens}, stop {stop}{on}{held}"
         )

@@ -8,35 +8,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.sampling import logits as sampling
-from qwen_onnx.runners.sampling import penalties
+from qwen_onnx.runners.sampling import logits as functions
 from qwen_onnx.runners.sampling.grammar import Matcher
-from qwen_onnx.runners.sampling.params import Sampling
+from qwen_onnx.runners.sampling.request import Request
 
 
-class Chooser:
+class Sampler:
     """Chooses tokens from logits, one after the other."""
 
     def __init__(
         self,
-        values: Sampling,
+        request: Request,
         prompt_ids: Sequence[int],
         *,
         size: int,
         eos_token_ids: Collection[int] = (),
-        min_new_tokens: int = 0,
         matcher: Matcher | None = None,
     ) -> None:
         """For an answer to this prompt.
 
         Args:
             size: ids that name a token: the length of the logits.
-            min_new_tokens: tokens before `eos_token_ids` can be chosen.
+            eos_token_ids: cannot be chosen before `min_new_tokens` others.
             matcher: of the ids that can come next; it has the last word.
         """
-        self._values, self._eos, self._least = values, eos_token_ids, min_new_tokens
-        self._matcher = matcher
-        self._plain = values.plain and not min_new_tokens and matcher is None
+        self._request, self._eos, self._matcher = request, eos_token_ids, matcher
+        self._plain = request.plain and matcher is None
         if self._plain:  # which keeps no books
             return
         self._made = 0
@@ -45,7 +42,7 @@ class Chooser:
         prompt = np.asarray(prompt_ids, np.int64)
         self._seen[prompt[prompt < size]] = True
         # One number of it a token, whatever was cut off: the same seed is the same text.
-        self._rng = np.random.default_rng(values.seed) if values.do_sample else None
+        self._rng = np.random.default_rng(request.seed) if request.do_sample else None
 
     def choose(self, logits: NDArray[np.float32]) -> int:
         """The next id, of f32 [size]; -inf is never chosen.
@@ -54,15 +51,15 @@ class Chooser:
             UserError: everything is at -inf.
         """
         if self._plain:
-            return sampling.greedy(logits)
-        scores = self.penalised(logits)
+            return functions.greedy(logits)
+        scores = self.penalized(logits)
         if self._rng is None:
-            token_id = sampling.greedy(scores)
+            token_id = functions.greedy(scores)
             if scores[token_id] == -np.inf:
-                raise UserError(sampling.NONE_LEFT)
+                raise UserError(functions.NONE_LEFT)
         else:
             ids, weights = self.candidates(scores)
-            index = sampling.draw(weights, self._rng.random())
+            index = functions.draw(weights, self._rng.random())
             token_id = index if ids is None else int(ids[index])
         self.take(token_id)
         return token_id
@@ -77,39 +74,39 @@ class Chooser:
         self._counts[token_id] += 1
         self._seen[token_id] = True
 
-    def penalised(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    def penalized(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Logits, f32 [size], after bias, penalties, and the ids that are held off, in this order."""
-        values, scores = self._values, logits
-        if values.logit_bias:
-            scores = penalties.with_bias(scores, values.logit_bias)
-        if values.repetition_penalty != 1:
+        request, scores = self._request, logits
+        if request.logit_bias:
+            scores = functions.with_bias(scores, request.logit_bias)
+        if request.repetition_penalty != 1:
             seen = np.flatnonzero(self._seen)
-            scores = penalties.with_repetition_penalty(scores, seen, values.repetition_penalty)
-        if values.presence_penalty or values.frequency_penalty:
-            scores = penalties.with_count_penalties(
-                scores, self._counts, presence=values.presence_penalty, frequency=values.frequency_penalty
+            scores = functions.with_repetition_penalty(scores, seen, request.repetition_penalty)
+        if request.presence_penalty or request.frequency_penalty:
+            scores = functions.with_count_penalties(
+                scores, self._counts, presence=request.presence_penalty, frequency=request.frequency_penalty
             )
         if self._matcher is not None:
-            scores = self._matcher.masked(scores, hold_end=self._made < self._least)
-        elif self._made < self._least:
-            scores = penalties.without_ids(scores, self._eos)
+            scores = self._matcher.masked(scores, hold_end=self._made < request.min_new_tokens)
+        elif self._made < request.min_new_tokens:
+            scores = functions.without_ids(scores, self._eos)
         return scores
 
-    def candidates(self, scores: NDArray[np.float32]) -> sampling.Candidates:
-        """What of `penalised` is drawn from."""
-        values, ids = self._values, None
+    def candidates(self, scores: NDArray[np.float32]) -> functions.Candidates:
+        """What of `penalized` is drawn from."""
+        request, ids = self._request, None
         if (
             self._matcher is not None
         ):  # a few ids, mostly: a whole vocabulary at -inf takes milliseconds to part
             ids = np.flatnonzero(scores > -np.inf)
             scores = scores[ids]
-        found = sampling.candidates(
+        found = functions.candidates(
             scores,
-            temperature=values.temperature,
-            top_k=values.top_k,
-            top_p=values.top_p,
-            min_p=values.min_p,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
         )
         if ids is None:
             return found
-        return sampling.Candidates(ids if found.ids is None else ids[found.ids], found.weights)
+        return functions.Candidates(ids if found.ids is None else ids[found.ids], found.weights)

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.json_file import read_json
 from qwen_onnx.runners.text.template.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer, special_token_text
 
 END_OF_TURN = "<|im_end|>"
 
 
-def stop_ids(folder: Path, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> frozenset[int]:
+def eos_ids(folder: Path, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> frozenset[int]:
     """Return the ids after which generation stops. Precedence, the first that names any:
 
     1. `eos_token_id` of generation_config.json (an integer or a list);

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qwen_onnx.errors import UserError
-
 
 class StopStrings:
     """The text of one answer up to the first stop string.
@@ -60,17 +58,3 @@ def _end_after(text: str, string: str, before: int) -> int | None:
     """Where the first occurrence that ends after `before` ends: an earlier one was decided already."""
     start = text.find(string, max(0, before + 1 - len(string)))
     return None if start < 0 else start + len(string)
-
-
-def verified_stop(stop: object) -> tuple[str, ...]:
-    """A string, or several, as a tuple.
-
-    Raises:
-        UserError: something else, or an empty string.
-    """
-    strings = [stop] if isinstance(stop, str) else stop
-    if not isinstance(strings, Sequence) or not all(isinstance(string, str) for string in strings):
-        raise UserError(f"stop {stop!r}: a string or a list of them wanted")
-    if "" in strings:
-        raise UserError("stop '': an empty string would stop everywhere")
-    return tuple(strings)

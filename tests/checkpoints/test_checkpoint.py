@@ -44,7 +44,7 @@ def assert_holds(checkpoint: Checkpoint, tensors: dict[str, np.ndarray]) -> None
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_reads_what_was_stored(tmp_path: Path, dtype: Any, shards: int) -> None:
-    """Fault: a tensor from another shard, or off by some bytes."""
+    """Of one file and of several."""
     tensors = write_checkpoint(tmp_path, QWEN2_UNTIED, dtype=dtype, shards=shards)
     checkpoint = open_checkpoint(tmp_path)
     assert_holds(checkpoint, tensors)
@@ -52,20 +52,20 @@ def test_reads_what_was_stored(tmp_path: Path, dtype: Any, shards: int) -> None:
 
 
 def test_missing_shard_is_named(sharded: Path) -> None:
-    """Fault (A21 a in docs/faults.md): a download that stopped half-way is loaded as it is."""
+    """As after a download that stopped half-way (A21 in docs/faults.md)."""
     (sharded / SECOND).unlink()
     refused(open_checkpoint, sharded, mentions=(SECOND, "incomplete download"))
 
 
 def test_truncated_shard_is_named(sharded: Path) -> None:
-    """Fault (A21 b): the tail of a truncated shard read as zeros, or a crash where it is read."""
+    """It is found as it is opened, before any of it is read (A21)."""
     with (sharded / SECOND).open("r+b") as file:
         file.truncate((sharded / SECOND).stat().st_size - 1)
     refused(open_checkpoint, sharded, mentions=(SECOND, "incomplete download"))
 
 
 def test_other_model_beside_the_shards_is_ignored_with_a_note(sharded: Path, tmp_path: Path) -> None:
-    """Fault (A21 c): a leftover model.safetensors read in the place of the shards that the index names."""
+    """The shards that the index names are read, not a model.safetensors left beside them (A21)."""
     wanted = {name: tensor.numpy().copy() for name, tensor in open_checkpoint(sharded).tensors.items()}
     write_checkpoint(tmp_path / "other", QWEN2_UNTIED, seed=1)
     shutil.copy(tmp_path / "other" / "model.safetensors", sharded)
@@ -78,13 +78,13 @@ def test_other_model_beside_the_shards_is_ignored_with_a_note(sharded: Path, tmp
 
 
 def test_tensor_that_is_not_in_its_shard_is_named(sharded: Path) -> None:
-    """Fault (A21 d): a KeyError, or the tensor taken from the shard where it happens to be."""
+    """It is not looked for in other shards (A21)."""
     edit_index(sharded, lambda index: index["weight_map"].update({EMBEDDING: SECOND}))
     refused(open_checkpoint, sharded, mentions=(SECOND, EMBEDDING))
 
 
 def test_tensor_that_the_index_does_not_name_is_ignored_with_a_note(sharded: Path) -> None:
-    """Fault: a stale tensor of an earlier version of the shard becomes part of the model."""
+    """It may be of an earlier version of the shard."""
     edit_index(sharded, lambda index: index["weight_map"].pop("model.norm.weight"))
     checkpoint = open_checkpoint(sharded)
     assert "model.norm.weight" not in checkpoint.tensors
@@ -92,7 +92,7 @@ def test_tensor_that_the_index_does_not_name_is_ignored_with_a_note(sharded: Pat
 
 
 def test_shards_without_an_index(sharded: Path) -> None:
-    """Fault (A21 e): the folder refused, or read although a shard is missing."""
+    """Read where all of them are there, by the numbers in their names (A21)."""
     wanted = {name: tensor.numpy().copy() for name, tensor in open_checkpoint(sharded).tensors.items()}
     (sharded / INDEX_FILE).unlink()
     shutil.copy(sharded / FIRST, sharded / "model-00003-of-00002.safetensors")  # its name says: no part of it
@@ -104,14 +104,14 @@ def test_shards_without_an_index(sharded: Path) -> None:
 
 
 def test_two_sets_of_shards_without_an_index(sharded: Path) -> None:
-    """Fault: tensors of two models mixed."""
+    """Which of them is meant is not guessed."""
     (sharded / INDEX_FILE).unlink()
     shutil.copy(sharded / FIRST, sharded / "model-00001-of-00001.safetensors")
     refused(open_checkpoint, sharded, mentions=(sharded, "[1, 2]"))
 
 
 def test_same_tensor_in_two_shards_without_an_index(tmp_path: Path) -> None:
-    """Fault: whichever comes last is used."""
+    """Which of them is meant is not guessed."""
     tensors = write_checkpoint(tmp_path, QWEN2)
     (tmp_path / "model.safetensors").unlink()
     for file in (FIRST, SECOND):
@@ -128,7 +128,7 @@ def test_same_tensor_in_two_shards_without_an_index(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_index_naming_no_safetensors_file_of_the_folder(sharded: Path, file: Any) -> None:
-    """Fault: a file outside the folder read, or one whose name an export gives to something else."""
+    """Neither a path that leads out of it nor a name that an export gives to something else."""
     shutil.copy(sharded / FIRST, sharded.parent / "model.safetensors")
     edit_index(sharded, lambda index: index["weight_map"].update({EMBEDDING: file}))
     refused(open_checkpoint, sharded, mentions=(INDEX_FILE, EMBEDDING))
@@ -142,28 +142,27 @@ def test_index_naming_no_safetensors_file_of_the_folder(sharded: Path, file: Any
     ],
 )  # fmt: skip
 def test_malformed_index_is_named(sharded: Path, content: str) -> None:
-    """Fault: a traceback; or the index passed over, and shards read that it might not name."""
+    """No shard is read without it then."""
     (sharded / INDEX_FILE).write_text(content)
     refused(open_checkpoint, sharded, mentions=(INDEX_FILE,))
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "qwen-q4.gguf"])
 def test_other_formats_are_named(tmp_path: Path, file: str) -> None:
-    """Fault: "no weights" of a folder that plainly has some."""
+    """A folder has weights, in a format that is not read."""
     write_checkpoint(tmp_path, QWEN2)
     (tmp_path / "model.safetensors").rename(tmp_path / file)
     refused(open_checkpoint, tmp_path, mentions=(tmp_path, "model.safetensors", file))
 
 
 def test_adapter_is_refused(tmp_path: Path) -> None:
-    """Fault: the base model exported, and the adapter beside it left out without a word."""
+    """Also beside the base model, which alone would be another model."""
     write_checkpoint(tmp_path, QWEN2)
     (tmp_path / "adapter_config.json").write_text("{}")
     refused(open_checkpoint, tmp_path, mentions=("adapter_config.json", "merge"))
 
 
 def test_no_folder_no_config_no_weights(tmp_path: Path) -> None:
-    """Fault: a traceback for a wrong path."""
     refused(open_checkpoint, tmp_path / "none", mentions=(tmp_path / "none",))
     refused(open_checkpoint, tmp_path, mentions=("config.json", "no such file"))
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
@@ -173,14 +172,14 @@ def test_no_folder_no_config_no_weights(tmp_path: Path) -> None:
 
 
 def test_architecture_is_refused_before_weights_are_touched(sharded: Path) -> None:
-    """Fault (A5): a long wait, or a complaint about tensors, where the architecture is not supported."""
+    """The error names it, and not some tensor (A5 in docs/faults.md)."""
     (sharded / "config.json").write_text(json.dumps({**QWEN2, "model_type": "llama", "architectures": None}))
     (sharded / FIRST).write_bytes(b"")
     refused(open_checkpoint, sharded, mentions=("llama", "Qwen2ForCausalLM", "Qwen3ForCausalLM"))
 
 
 def test_stored_rotary_frequencies_are_passed_over(tmp_path: Path) -> None:
-    """Fault: checkpoints of old transformers versions refused for a buffer that is computed anyway."""
+    """Old transformers versions saved them; they are computed anyway."""
     tensors = write_checkpoint(tmp_path, QWEN2)
     stored = {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
@@ -188,7 +187,7 @@ def test_stored_rotary_frequencies_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_symlinked_files_as_in_the_hub_cache(sharded: Path, tmp_path: Path) -> None:
-    """Fault C5: a cached model refused because its files are links into another folder."""
+    """Its files are links into another folder (C5 in docs/faults.md)."""
     wanted = {name: tensor.numpy().copy() for name, tensor in open_checkpoint(sharded).tensors.items()}
     snapshot = tmp_path / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)
@@ -210,7 +209,7 @@ def test_symlinked_files_as_in_the_hub_cache(sharded: Path, tmp_path: Path) -> N
 def test_tensors_decide_whether_the_head_is_tied(
     tmp_path: Path, lm_head: Any, says_tied: bool, is_tied: bool, noted: bool
 ) -> None:
-    """Fault (A15): fluent-looking garbage from the wrong matrix, where flag and tensors disagree."""
+    """Where the flag of config.json disagrees, a note says so (A15 in docs/faults.md)."""
     tensors = write_checkpoint(tmp_path, {**QWEN2, "tie_word_embeddings": says_tied}, lm_head=lm_head)
     if is_tied:
         tensors.pop(HEAD, None)
@@ -221,14 +220,14 @@ def test_tensors_decide_whether_the_head_is_tied(
 
 
 def test_absent_head_that_is_not_tied_is_an_error(tmp_path: Path) -> None:
-    """Fault (A15): the embedding taken for a head that was not downloaded."""
+    """The embedding is not taken for it (A15)."""
     write_checkpoint(tmp_path, QWEN2_UNTIED, lm_head="absent")
     refused(open_checkpoint, tmp_path, mentions=(HEAD, "tie_word_embeddings"))
 
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_heads_that_differ_in_one_number_are_two(tmp_path: Path, place: int) -> None:
-    """Fault: equality judged by a sample."""
+    """All numbers are compared."""
     tensors = write_checkpoint(tmp_path, QWEN2, lm_head="copy", dtype="BF16")
     tensors[HEAD].flat[place] += ml_dtypes.bfloat16(1)
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")

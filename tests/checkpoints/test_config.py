@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from qwen_onnx.checkpoints.config import QwenConfig, RopeScaling, parse_config
+from qwen_onnx.checkpoints.config import QwenConfig, parse_config
+from qwen_onnx.checkpoints.rope import RopeScaling
 from qwen_onnx.errors import UserError
 from support.checkpoints import CONFIGS, QWEN2, QWEN2_YARN, QWEN2_YARN_NEW, QWEN3, RawConfig
 
@@ -167,7 +168,7 @@ def test_refuses_other_activations(activation: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_refuses_quantised_weights(key: str) -> None:
+def test_refuses_quantized_weights(key: str) -> None:
     assert f"{key} (gptq)" in refusal({**QWEN2, key: {"quant_method": "gptq", "bits": 4}})
     assert f"{key} (?)" in refusal({**QWEN2, key: {"bits": 4}})
     assert key in refusal({**QWEN2, key: "awq"})
@@ -609,7 +610,7 @@ def test_reads_what_transformers_writes(raw: RawConfig) -> None:
     ids=str,
 )
 def test_rope_numbers_beyond_reason_are_one_line(rope: dict[str, Any]) -> None:
-    """A division by zero, a shape of 300 digits, or logits that are never finite."""
+    """Each would be a division by zero, a shape of 300 digits, or logits that are never finite."""
     with pytest.raises(UserError, match=r"config\.json: "):
         parse_config({**QWEN2, "rope_scaling": rope})
 

@@ -108,14 +108,14 @@ PLACES: list[tuple[str, float | None]] = [
     *((FIRST, place) for place in (None, 0.0, 0.5, 1.0)),
     (LAST, 0.5),
 ]
-"""What is cut, and where: before any answer, or after a part of it; 1.0 is a byte before its end."""
+"""What is cut, and where: before any reply, or after a part of it; 1.0 is a byte before its end."""
 
 
 @pytest.mark.parametrize(("name", "place"), PLACES)
 def test_a_cut_leaves_nothing_and_a_rerun_succeeds(
     name: str, place: float | None, undisturbed: dict[str, bytes], forgetful: User, tmp_path: Path
 ) -> None:
-    """Half a file taken for a whole one, by the export or by the next run; an OUT that is none."""
+    """Half a file is taken for a whole one by nobody, and the next run succeeds."""
     hub, size = forgetful.hub, len(forgetful.files.get(name, b"." * 200))
     hub.severed[name] = NO_ANSWER if place is None else min(int(place * size), size - 1)
     code, out, errors = forgetful.export(tmp_path / "out")
@@ -136,7 +136,7 @@ def test_a_cut_leaves_nothing_and_a_rerun_succeeds(
 def test_a_cut_leaves_the_earlier_export(
     undisturbed: dict[str, bytes], forgetful: User, tmp_path: Path
 ) -> None:
-    """--force that removes before there is something to put in the place."""
+    """--force removes nothing before the new export is there."""
     out = tmp_path / "out"
     assert forgetful.export(out, "--max-context", "64")[0] == 0
     earlier = contents(out)

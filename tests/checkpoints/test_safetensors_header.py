@@ -102,7 +102,7 @@ TENSORS: dict[str, Header] = {
 
 @pytest.mark.parametrize("content", FILES.values(), ids=FILES)
 def test_damaged_file_is_one_line_that_names_it(tmp_path: Path, content: bytes) -> None:
-    """Fault: a traceback, or tensors read from a file whose header cannot be believed."""
+    """No tensor is read from a file whose header is wrong."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     refused(read_header, path, mentions=(path,))
@@ -110,21 +110,21 @@ def test_damaged_file_is_one_line_that_names_it(tmp_path: Path, content: bytes) 
 
 @pytest.mark.parametrize("header", TENSORS.values(), ids=TENSORS)
 def test_damaged_entry_is_one_line_that_names_its_tensor(tmp_path: Path, header: Header) -> None:
-    """Fault: memory of another tensor, or none, taken for this one's; or the user left to find which it is."""
+    """No tensor reaches into another's bytes or beyond the file."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(shard(header, bytes(17)))
     refused(read_header, path, mentions=(path, "tensor bad"))
 
 
 def test_tensor_beyond_the_end_of_the_file_is_refused(tmp_path: Path) -> None:
-    """Fault: a memory map beyond the end, which kills the process where it is read."""
+    """Reading a memory map beyond the end would kill the process."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(shard({"a": entry(0, 8), "b": entry(8, 8 + 4 * 2**40, shape=[2**40])}, bytes(8)))
     refused(read_header, path, mentions=(path, "incomplete download"))
 
 
 def test_oversized_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    """Fault: gigabytes read and parsed because a length said so."""
+    """However many gigabytes its length claims."""
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", 10**9))
@@ -133,13 +133,12 @@ def test_oversized_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
 
 
 def test_missing_file_and_folder_in_its_place(tmp_path: Path) -> None:
-    """Fault: FileNotFoundError or IsADirectoryError as a traceback."""
     refused(read_header, tmp_path / "none.safetensors", mentions=("none.safetensors", "no such file"))
     refused(read_header, tmp_path, mentions=(tmp_path,))
 
 
 def test_library_refuses_what_we_refuse(tmp_path: Path) -> None:
-    """Fault: an attack above that is none, so that valid files are refused."""
+    """So that no valid file is among the damaged ones above."""
     stricter = {  # by intent: names that would break a line, and what JSON leaves open
         "a line break in a name", "a terminal's escape in a name", "a name twice", "a key twice",
         "has a million dimensions",
@@ -174,7 +173,7 @@ def tensor_sets(draw: st.DrawFn) -> dict[str, np.ndarray]:
 @settings(max_examples=60, deadline=None)
 @given(tensor_sets(), st.booleans())
 def test_reads_every_file_that_the_library_writes(tensors: dict[str, np.ndarray], metadata: bool) -> None:
-    """Fault: an offset, a shape or a name that differs from the library's own reading."""
+    """With the library's own offsets, shapes and names."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         safetensors.numpy.save_file(tensors, path, {"format": "pt"} if metadata else None)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from qwen_onnx.checkpoints.safetensors_file import read_header
-from qwen_onnx.checks import benchmark
+from qwen_onnx.checks import machine
+from qwen_onnx.checks.benchmark import step_bytes
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 from support.chats import tiny
 from support.command import command
 
@@ -20,7 +21,7 @@ SHORT = ("--prompt-tokens", 9, "--new-tokens", 5, "--repeats", 2, "--provider", 
 
 @pytest.fixture(autouse=True)
 def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "_PROBE_BYTES", 1 << 20)
 
 
 def test_json_holds_every_figure() -> None:
@@ -38,7 +39,7 @@ def test_json_holds_every_figure() -> None:
     assert found["weights_bytes"] == (tiny("int4") / "weights.safetensors").stat().st_size
 
 
-def test_text_says_it_in_lines() -> None:
+def test_text_has_a_line_for_each_part() -> None:
     ran = command("bench", tiny("f32"), *SHORT)
     assert ran.code == 0
     for words in ("TTFT", "decode", "tokens/s", "outside ORT", "GB/s measured here", "memory", "onnxruntime"):
@@ -47,14 +48,14 @@ def test_text_says_it_in_lines() -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
 def test_a_step_reads_each_weight_once(dtype: str) -> None:
-    """The rotary tables counted, the cache forgotten, bf16 weights as if they were not f32 in memory."""
-    runner = Runner(tiny(dtype), SessionOptions("cpu", threads=1))
+    """The live cache counts too, the rotary tables do not; bf16 weights count as the f32 that they are in memory."""
+    runner = Runner(tiny(dtype), SessionOptions(provider="cpu", threads=1))
     tensors = read_header(runner.folder / "weights.safetensors")
     read = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("rotary."))
     widened = 2 if dtype == "bf16" else 1
     manifest = runner.manifest
     token = 2 * manifest.num_hidden_layers * manifest.num_key_value_heads * manifest.head_dim * 4
-    assert benchmark.step_bytes(runner, 100) == read * widened + 100 * token
+    assert step_bytes(runner, 100) == read * widened + 100 * token
 
 
 def test_lengths_that_cannot_be_are_refused_in_one_line() -> None:
@@ -77,11 +78,11 @@ def test_repacked_weights_give_the_same_logits() -> None:
     ids = np.arange(3, 40)[None]
     found = []
     for prepack in (None, True):
-        runner = Runner(tiny("f32"), SessionOptions("cpu", threads=1, prepack=prepack))
+        runner = Runner(tiny("f32"), SessionOptions(provider="cpu", threads=1, prepack=prepack))
         cache = runner.new_cache()
         found.append(np.concatenate([runner.prefill(cache, ids), runner.decode(cache, ids[:, :1])]))
     np.testing.assert_allclose(found[0], found[1], atol=1e-4)
 
 
 def test_bandwidth_is_a_number() -> None:
-    assert 0 < benchmark.read_bandwidth(2) < math.inf
+    assert 0 < machine.read_bandwidth(2) < math.inf

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from qwen_onnx.checks import golden as golden_module
-from qwen_onnx.manifest import Golden, read_manifest
+from qwen_onnx.contract.manifest import Golden, read_manifest
 from support.chats import copy_export, endless, endless_checkpoint, tiny, write_chat_checkpoint
 from support.command import Ran, command
 from support.damage import WEIGHTS, change_manifest, edit_graph, forge, perturbed, poke
@@ -38,7 +38,7 @@ def checked(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_good_exports_pass(dtype: str, tmp_path: Path) -> None:
-    """Warnings on rounding that nobody can judge; ids recorded anew each time, so that nothing is compared."""
+    """The first check records golden ids where there are none; later ones compare with them."""
     folder = copy_export(endless(dtype), tmp_path / "export")
     first = check(folder)
     assert first.out == GOOD
@@ -62,7 +62,7 @@ def test_the_bundled_model_brings_its_golden_ids(dtype: str) -> None:
 
 
 def test_golden_ids_that_cannot_be_kept_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback, for an export in a folder that may only be read."""
+    """The export may lie in a folder that can only be read."""
 
     def refuse(folder: Path, manifest: Any) -> None:
         raise PermissionError(13, "Permission denied", str(folder / "export.json"))
@@ -101,7 +101,7 @@ def test_files_that_are_not_as_written(
 
 
 def test_a_perturbed_layer_under_forged_hashes(checked: Path) -> None:
-    """A check that compares an export with itself finds nothing."""
+    """Golden ids find it, and with the checkpoint its weights are compared bit for bit."""
     poke(checked, DOWN, perturbed)
     forge(checked)
     ran = check(checked)
@@ -140,7 +140,7 @@ def type_of_another(graph: onnx.GraphProto) -> None:
 def test_an_edited_graph_under_forged_hashes(
     edit: Callable[[onnx.GraphProto], None], says: str, checked: Path
 ) -> None:
-    """Valid ONNX is not yet the right graph: its numbers tell."""
+    """A graph may be valid ONNX and still compute something else: its ids tell."""
     edit_graph(checked / "prefill.onnx", edit)
     forge(checked)
     ran = command("check", checked, "--against", endless_checkpoint(), "--provider", "cpu")
@@ -152,7 +152,7 @@ def test_an_edited_graph_under_forged_hashes(
 
 
 def test_a_graph_of_noise_under_forged_hashes(checked: Path) -> None:
-    """An export that cannot be read at all is found bad, as any other."""
+    """What cannot be read at all is a mismatch like any other."""
     (checked / "prefill.onnx").write_bytes(b"\xff" * 100)
     forge(checked)
     ran = command("check", checked, "--provider", "cpu")
@@ -163,7 +163,7 @@ def test_a_graph_of_noise_under_forged_hashes(checked: Path) -> None:
 
 
 def test_numbers_that_overflow(checked: Path) -> None:
-    """NaN is neither larger nor smaller than any bound; `run` prints token 0 for it, "!" in Qwen's vocabulary."""
+    """NaN is within no bound, and chooses no token."""
     poke(checked, "model.norm.weight", lambda weights: weights * 1e38)
     forge(checked)
     assert "logits are not finite" in command("run", checked, "-p", "Hi", "--provider", "cpu").error
@@ -195,6 +195,6 @@ def test_the_checkpoint_of_another_model(checked: Path, tmp_path: Path) -> None:
     assert ran.err.endswith("error: /nope: no such folder\n")
 
 
-def test_perturbation_is_what_it_says() -> None:
+def test_perturbed_moves_each_number_by_a_hundredth() -> None:
     weights = np.zeros((50, 50))
     assert np.abs(perturbed(weights)).min() == np.abs(perturbed(weights)).max() == 1e-2

@@ -1,4 +1,4 @@
-"""What `check` accepts: rounding of the computing type, near ties, and no perturbed layer. All by hand."""
+"""What `check` accepts: rounding of the computing type, near ties, and no perturbed layer; on numbers made here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qwen_onnx.checkpoints.config import parse_config
 from qwen_onnx.checks.golden import compare_golden
 from qwen_onnx.checks.logits import KL_BOUNDS, _kl, compare_logits
 from qwen_onnx.checks.tolerances import OF_TYPE
-from qwen_onnx.manifest import Golden
+from qwen_onnx.contract.manifest import Golden
 from qwen_onnx.reference import reference_logits
 from support.checkpoints import CONFIGS, random_tensors
 from support.damage import perturbed
@@ -47,7 +47,7 @@ def test_a_near_tie_for_f16_is_a_mismatch_in_f32() -> None:
     assert compare_golden(here, there, OF_TYPE["float16"].bound, "cpu").ok
 
 
-def test_the_margins_that_count_are_of_the_steps_where_they_part() -> None:
+def test_the_margins_of_the_ids_that_differ_count() -> None:
     there = Golden((1,), (5, 6, 7), (1e-6, 3.0, 1e-6))
     assert not compare_golden(golden([5, 9, 7], 0), there, OF_TYPE["float16"].bound, "cpu").ok
     assert compare_golden(golden([9, 6, 7], 0), there, OF_TYPE["float16"].bound, "cpu").ok
@@ -117,7 +117,7 @@ def test_what_is_not_finite_is_never_good(wrong: float) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen2_untied"])
 @pytest.mark.parametrize("dtype", ROUNDED)
 def test_one_layer_perturbed_by_a_hundredth_is_found(name: str, dtype: str) -> None:
-    """A verdict that holds for a good export and for a bad one says nothing of either."""
+    """The bounds pass rounded logits and fail those of any one matrix that is off by a hundredth."""
     raw = CONFIGS[name]
     config, tensors = parse_config(raw), random_tensors(raw)
 

@@ -1,4 +1,4 @@
-"""A manifest that lies: values that no export has are refused as it is read, the rest are found by `check`."""
+"""Manifests that are wrong: values that no export has are refused as it is read, the rest are found by `check`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qwen_onnx import UserError
-from qwen_onnx.manifest import Golden, read_manifest
+from qwen_onnx.contract.manifest import Golden, read_manifest
 from support.chats import copy_export, endless
 from support.command import command
 from support.damage import change_manifest
@@ -44,7 +44,7 @@ def set_raw(folder: Path, **fields: Any) -> None:
     ids=str,
 )
 def test_values_that_no_export_has(fields: dict[str, Any], folder: Path) -> None:
-    """A traceback far from the file that is at fault, or golden ids that are always equal."""
+    """They are refused as the manifest is read, and its file is named."""
     set_raw(folder, **fields)
     with pytest.raises(UserError, match=r"export\.json: .*; export the model again"):
         read_manifest(folder)
@@ -54,7 +54,12 @@ def test_a_cache_of_another_rank(folder: Path) -> None:
     raw = json.loads((folder / "export.json").read_text())
     raw["graphs"][0]["inputs"][-1]["shape"] = [1]
     set_raw(folder, graphs=raw["graphs"])
-    with pytest.raises(UserError, match="slots"):
+    with pytest.raises(UserError, match=r"another past_key_values\.2\.value than its cache"):
+        read_manifest(folder)
+    set_raw(folder, graphs=json.loads((endless() / "export.json").read_text())["graphs"])
+    raw["caches"]["float32, cache_capacity"]["states"][-1]["shape"] = [1]
+    set_raw(folder, caches=raw["caches"])
+    with pytest.raises(UserError, match="no shape of a state tensor"):
         read_manifest(folder)
 
 
@@ -74,7 +79,7 @@ def test_what_the_files_say_otherwise_is_found(fields: dict[str, Any], says: str
 
 
 def test_a_file_put_beside_the_export_is_found(folder: Path) -> None:
-    """A chat template in a file of its own wins over the one in tokenizer_config.json."""
+    """A chat template in a file of its own would replace the one in tokenizer_config.json."""
     (folder / "chat_template.jinja").write_text("")
     assert "chat_template.jinja was added" in command("check", folder, "--provider", "cpu").out
 
@@ -101,7 +106,7 @@ def change_graphs(folder: Path, change: Callable[[dict[str, Any]], None]) -> Non
 
 
 def test_graphs_that_serve_other_providers_than_they_were_made_for(folder: Path) -> None:
-    """The graph for a GPU taken by the CPU: it runs, and is not what was checked."""
+    """The graphs for a GPU run on a CPU too, but they are not those that an export has for it."""
     swapped = {"cpu": "cuda", "cuda": "cpu"}
     change_graphs(
         folder, lambda graph: graph.update(providers=[swapped.get(p, p) for p in graph["providers"]])
@@ -111,7 +116,7 @@ def test_graphs_that_serve_other_providers_than_they_were_made_for(folder: Path)
 
 @pytest.mark.parametrize("lowering", ["magic", "contrib", "portable"])
 def test_a_lowering_that_the_graph_is_not_of(lowering: str, folder: Path) -> None:
-    """A traceback from the runtime about an input that nobody fed."""
+    """Its inputs would not be those that the runner gives it; that is refused before anything runs."""
     change_graphs(
         folder, lambda graph: graph.update(lowering=lowering) if graph["file"] == "prefill.onnx" else None
     )
@@ -127,7 +132,7 @@ def test_another_number_of_layers(folder: Path) -> None:
 
 @pytest.mark.parametrize("context", [1, 2, 16, 31, 32, 40, 62, 63])
 def test_an_export_too_short_for_the_golden_ids_is_good(context: int, tmp_path: Path) -> None:
-    """Ids recorded of a longer context, and a good export called bad."""
+    """As many golden ids are compared as its context holds."""
     out = tmp_path / "short"
     assert command("export", "tiny", out, "--max-context", context).code == 0
     ran = command("check", out, "--provider", "cpu")

@@ -11,12 +11,13 @@ import onnxruntime
 import pytest
 
 from qwen_onnx import UserError, load
-from qwen_onnx.runners.model import open_graph as steps
+from qwen_onnx.runners.model import open_graph
 from qwen_onnx.runners.runtime import providers
 from qwen_onnx.runners.runtime.nvidia import engine_cache as engine
 from qwen_onnx.runners.runtime.nvidia.driver import Gpu
 from qwen_onnx.runners.runtime.nvidia.libraries import Library
-from qwen_onnx.runners.runtime.session import SessionOptions, open_session
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.runtime.session import open_session
 from support.chats import copy_export, endless, tiny
 from support.command import command
 
@@ -45,7 +46,7 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sessions:
         engine, "tensorrt_library", lambda: Library("libnvinfer.so.10", "/x", "10.13.2", None)
     )
     monkeypatch.setattr(engine, "open_session", open_on_cpu)
-    monkeypatch.setitem(steps.DEVICES, "tensorrt", "cpu")
+    monkeypatch.setitem(open_graph._DEVICES, "tensorrt", "cpu")
     return opened
 
 
@@ -60,12 +61,12 @@ def engines(tmp_path: Path) -> list[Path]:
 
 
 def test_build_builds_once_and_checks_the_golden_ids(tensorrt: Sessions, tmp_path: Path) -> None:
-    """Fault G3, G4: rebuilt at each start though files exist; an engine that answers garbage taken for good."""
+    """The next start takes its files; none is used before it chose the golden ids (G3, G4 in docs/faults.md)."""
     first = command("build", tiny())
     assert first.code == 0, first.err
     assert "engine: built in " in first.err
     assert "golden ids: 32 of 32 equal on tensorrt" in first.out
-    assert "CPUExecutionProvider " in first.err  # which took how many nodes: fault G6
+    assert "CPUExecutionProvider " in first.err  # which took how many nodes: G6 in docs/faults.md
     assert len(engines(tmp_path)) == 1
     second = command("build", tiny())
     assert "engine: cached in " in second.err
@@ -85,7 +86,10 @@ def test_run_answers_from_an_engine_and_checks_one_that_it_built(tensorrt: Sessi
 
 
 def test_an_engine_with_other_tokens_is_deleted(tensorrt: Sessions, tmp_path: Path) -> None:
-    """G4 in docs/faults.md: word salad of an engine whose build ended well. Here the golden ids are wrong instead."""
+    """An engine may be built without an error and still compute nonsense (G4 in docs/faults.md).
+
+    Here the recorded ids are changed instead.
+    """
     folder = copy_export(tiny(), tmp_path / "export")
     manifest = json.loads((folder / "export.json").read_text())
     manifest["golden"]["token_ids"][5] += 1
@@ -102,7 +106,7 @@ def test_an_engine_with_other_tokens_is_deleted(tensorrt: Sessions, tmp_path: Pa
 def test_one_number_sets_the_profile_and_the_context(
     asked: int | None, capacity: int, tensorrt: Sessions, own: Path
 ) -> None:
-    """G1 in docs/faults.md: shapes outside the engine's range, found out in the middle of an answer."""
+    """No step has a shape outside the engine's range (G1 in docs/faults.md)."""
     chat = load(own, provider="tensorrt", max_context=asked)
     assert chat.runner.context_length == capacity
     (options,) = tensorrt
@@ -123,7 +127,7 @@ def test_a_batch_or_a_greedy_graph_is_refused(tensorrt: Sessions, own: Path) -> 
 def test_a_session_without_an_engine_is_no_success(
     tensorrt: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """G8 in docs/faults.md: TensorRT listed, nothing of the graph on it, and nobody told."""
+    """TensorRT may be listed and take no node of the graph (G8 in docs/faults.md): that is refused."""
     monkeypatch.setattr(
         engine, "open_session", lambda path, provider, options, **_: open_session(path, "cpu", options)
     )
@@ -138,7 +142,7 @@ def test_a_cache_that_cannot_be_made_is_one_line(tensorrt: Sessions, tmp_path: P
 def test_an_engine_counts_as_checked_only_when_the_check_came_to_its_end(
     tensorrt: Sessions, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in the check, and the next start takes the engine for good; so does Python, which never checked."""
+    """After a Ctrl-C in the check the next start checks again, from Python too."""
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -172,7 +176,7 @@ def test_a_context_too_short_for_the_golden_ids_is_checked_by_others(
 def test_rounded_products_have_engines_of_their_own(
     tensorrt: Sessions, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorRT rounds f32 factors unless the environment says no; one engine for both would say what it is not."""
+    """TensorRT rounds f32 factors unless the environment forbids it: with and without are two engines."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "unset")
     load(own, provider="tensorrt", tf32=True)
     assert os.environ["NVIDIA_TF32_OVERRIDE"] == "unset"

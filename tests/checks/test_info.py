@@ -8,35 +8,51 @@ from pathlib import Path
 import onnx
 import pytest
 
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
 from support.chats import copy_export, endless, endless_checkpoint
 from support.command import command
 from support.damage import WEIGHTS
 
 
-def info(folder: Path) -> list[str]:
-    ran = command("info", folder)
+def info(folder: Path, *arguments: str) -> list[str]:
+    ran = command("info", folder, *arguments)
     assert (ran.code, ran.err) == (0, "")
     return ran.out.splitlines()
 
 
-def test_the_manifest_is_told() -> None:
+def test_one_screen_describes_the_manifest() -> None:
     lines = info(endless())
     manifest = read_manifest(endless())
-    told = {line[:10].strip(): line[11:] for line in lines[: lines.index("")]}
+    assert len(lines) < 24
+    assert max(map(len, lines)) < 300
+    assert "`--graphs` shows" in lines[-1]
+    told = {line[:10].strip(): line[11:] for line in lines[:-1]}
     assert told["model"] == "endless"
     assert told["kind"] == "Qwen2ForCausalLM, 3 layers, 2 key/value heads of 16, vocabulary 400"
     assert told["dtype"] == "f32"
     assert told["context"] == "4096 tokens"
     assert told["end tokens"] == ", ".join(map(str, manifest.eos_token_ids))
+    assert told["target"] == "onnxruntime"
+    assert told["cache"] == f"{3 * 2 * 2 * 16 * 4:,} bytes a token (float32, cache_capacity)"
+    sizes = [spec.size for spec in manifest.files.values()]
+    weights = manifest.files[WEIGHTS].size
+    assert told["size"] == f"{sum(sizes):,} bytes in {len(sizes)} files, weights {weights:,}"
+    assert told["graphs"] == "cpu: prefill, decode, greedy, grow, score"
+    assert f"{'':<10} cuda: prefill, decode, greedy, grow" in lines
     assert told["needs"] == f"ONNX Runtime {manifest.min_onnxruntime} or newer"
     for package, version in manifest.packages.items():
         assert f"{package} {version}" in told["made with"]
     assert "none yet" in told["golden ids"]
 
 
+def test_the_longer_text_begins_with_the_shorter() -> None:
+    shorter, longer = info(endless()), info(endless(), "--graphs")
+    assert longer[: len(shorter) - 1] == shorter[:-1]
+    assert longer[len(shorter) - 1] == ""
+
+
 def test_files_and_their_sizes() -> None:
-    lines = info(endless())
+    lines = info(endless(), "--graphs")
     for file in endless().iterdir():
         if file.name != "export.json":
             assert any(line.split() == [f"{file.stat().st_size:,}", file.name] for line in lines)
@@ -46,8 +62,8 @@ def test_files_and_their_sizes() -> None:
     ("dtype", "float_type"), [("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16")]
 )
 def test_inputs_and_outputs_with_the_layers_folded(dtype: str, float_type: str) -> None:
-    """Sixty lines of past_key_values, and the one that differs among them."""
-    text = "\n".join(info(endless(dtype)))
+    """The cache of all layers is one line for keys and one for values."""
+    text = "\n".join(info(endless(dtype), "--graphs"))
     cache = f"{float_type} [batch_size, 2, cache_capacity, 16]"
     for line in (
         "  in   input_ids: int64 [batch_size, sequence_length]",
@@ -66,8 +82,8 @@ def test_inputs_and_outputs_with_the_layers_folded(dtype: str, float_type: str) 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_operators_are_counted_by_domain(dtype: str) -> None:
-    """IsNaN nodes that alarm; operators that tie a file to one runtime."""
-    lines = info(endless(dtype))
+    """So that operators which only one runtime has are seen, and none guards against NaN."""
+    lines = info(endless(dtype), "--graphs")
     for graph in read_manifest(endless(dtype)).graphs:
         nodes = onnx.load(endless(dtype) / graph.file, load_external_data=False).graph.node
         start = next(i for i, line in enumerate(lines) if line.startswith(f"{graph.file}: {graph.entry}, "))
@@ -85,7 +101,7 @@ def test_operators_are_counted_by_domain(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_graphs_are_small_and_of_standard_operators_but_for_contrib(dtype: str) -> None:
-    """Operators that lock a file to one runtime, unasked; hundreds of nodes a layer that nobody can read."""
+    """Graphs that need no fused attention are of ai.onnx alone; a layer has few nodes in all of them."""
     for graph in read_manifest(endless(dtype)).graphs:
         nodes = onnx.load(endless(dtype) / graph.file, load_external_data=False).graph.node
         fused = graph.lowering in ("contrib", "static-grouped") and graph.entry != "grow"
@@ -97,8 +113,8 @@ def test_graphs_are_small_and_of_standard_operators_but_for_contrib(dtype: str) 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_inputs_of_contrib_graphs(dtype: str) -> None:
-    """A scalar, and integers of 32 bits."""
-    text = "\n".join(info(endless(dtype)))
+    """Among them a scalar, and integers of 32 bits."""
+    text = "\n".join(info(endless(dtype), "--graphs"))
     head = "decode.onnx: decode, contrib, ai.onnx 24, com.microsoft 1, for cuda\n"
     section = text[text.index(head) :].split("\n\n")[0]
     for line in ("seqlens_k: int32 [batch_size]", "total_sequence_length: int32 []"):
@@ -107,10 +123,10 @@ def test_inputs_of_contrib_graphs(dtype: str) -> None:
 
 
 def test_weights_are_not_needed(tmp_path: Path) -> None:
-    """Gigabytes read to list inputs."""
     folder = copy_export(endless(), tmp_path / "copy")
     (folder / WEIGHTS).unlink()
-    assert info(folder) == info(endless())
+    for arguments in ((), ("--graphs",)):
+        assert info(folder, *arguments) == info(endless(), *arguments)
 
 
 def test_recorded_golden_ids_are_counted(tmp_path: Path) -> None:
@@ -122,9 +138,9 @@ def test_recorded_golden_ids_are_counted(tmp_path: Path) -> None:
 def test_a_damaged_graph_is_one_line(tmp_path: Path) -> None:
     folder = copy_export(endless(), tmp_path / "copy")
     (folder / "decode.onnx").write_bytes(b"\xff" * 1000)
-    assert "decode.onnx: not an ONNX file" in command("info", folder).error
+    assert "decode.onnx: not an ONNX file" in command("info", folder, "--graphs").error
     (folder / "decode.onnx").unlink()
-    assert "decode.onnx: missing" in command("info", folder).error
+    assert "decode.onnx: missing" in command("info", folder, "--graphs").error
 
 
 def test_a_checkpoint_is_no_export() -> None:

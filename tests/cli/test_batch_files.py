@@ -15,19 +15,20 @@ import pytest
 from qwen_onnx import UserError, export, load
 from qwen_onnx.cli.batch import input as batch_lines
 from qwen_onnx.cli.batch.input import parse_line, parse_object, read_lines
-from qwen_onnx.cli.batch.run import BatchOptions, answer_file
-from qwen_onnx.cli.completion import answer as answer_alone
+from qwen_onnx.cli.batch.run import BatchOptions, complete_file
+from qwen_onnx.cli.completion import complete
+from qwen_onnx.contract.cache_spec import StateSpec
 from qwen_onnx.errors import OutOfMemoryError
+from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.model.kv_cache import KVCache
-from qwen_onnx.runners.sampling.params import SamplingOptions
-from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.runners.model.buffers import CacheMemory
+from qwen_onnx.runners.sampling.params import GREEDY
 from support.chats import endless, poisoned, tiny
 from support.command import Ran, child, command
 from support.refusals import refused
 
 PARIS, SEVEN, HELLO = "What is the capital of France?", "What is 3 plus 4?", "Hello!"
-GREEDY = GenerationRequest(max_new_tokens=4)
+FOUR_TOKENS = {"max_new_tokens": 4}
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -50,14 +51,12 @@ def chat() -> Chat:
     return load(endless(), provider="cpu", threads=1)
 
 
-def answer(
-    chat: Chat, file: object, out: Path | None, request: GenerationRequest = GREEDY, size: int = 3
-) -> int:
-    return answer_file(chat, BatchOptions(str(file), size, out), request, raw=False, system=None, stats=False)
+def run_batch(chat: Chat, file: object, out: Path | None, asked: Given = FOUR_TOKENS, size: int = 3) -> int:
+    return complete_file(chat, BatchOptions(str(file), size, out), asked, raw=False, system=None, stats=False)
 
 
 def test_each_line_is_answered_as_run_json_would(tmp_path: Path) -> None:
-    """Answers in another order than the lines; options of other lines; a field that --json calls otherwise."""
+    """In the order of the lines, each with its own options, its fields named as those of --json."""
     lines: list[dict[str, Any]] = [
         {"id": "a", "prompt": PARIS},
         {"messages": [{"role": "user", "content": PARIS}], "stop": [" France"]},
@@ -73,16 +72,16 @@ def test_each_line_is_answered_as_run_json_would(tmp_path: Path) -> None:
     assert [record["line"] for record in found] == [1, 2, 3, 4, 5]
     assert [record.get("id", "none") for record in found] == ["a", "none", 7, "none", None]
     wanted = [
-        GenerationRequest(),
-        GenerationRequest(stop=[" France"]),
-        GenerationRequest(max_new_tokens=2),
-        GenerationRequest(sampling=SamplingOptions(temperature=2, seed=3, top_p=0.9)),
-        GenerationRequest(sampling=SamplingOptions(repetition_penalty=1.2)),
+        {},
+        {"stop": [" France"]},
+        {"max_new_tokens": 2},
+        {"temperature": 2, "seed": 3, "top_p": 0.9},
+        {"repetition_penalty": 1.2},
     ]
     trained = load(tiny(), provider="cpu", threads=1)
-    for line, record, request in zip(lines, found, wanted, strict=True):
+    for line, record, asked in zip(lines, found, wanted, strict=True):
         messages = [{"role": "user", "content": line.get("prompt", PARIS)}]
-        alone = answer_alone(trained, messages, request).as_json(trained)
+        alone = complete(trained, messages, asked).as_json(trained)
         for name in ("text", "token_ids", "finish_reason"):
             assert record[name] == alone[name]
         assert record["prompt_tokens"] == len(alone["prompt_ids"])
@@ -93,7 +92,7 @@ def test_each_line_is_answered_as_run_json_would(tmp_path: Path) -> None:
 
 
 def test_bad_lines_are_named_and_the_others_answered(tmp_path: Path) -> None:
-    """A night's work lost to one line; a line too few, so that all results after it are another's."""
+    """Each line has a result: its answer, or one line that says what is wrong with it."""
     bad = {
         "not JSON": "not valid JSON",
         "[1]": "not a JSON object",
@@ -111,7 +110,7 @@ def test_bad_lines_are_named_and_the_others_answered(tmp_path: Path) -> None:
         '{"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}': "message 2: content None",
         '{"prompt": "x", "temperature": "hot"}': "temperature 'hot'",
         '{"prompt": "x", "max_new_tokens": -1}': "max_new_tokens -1",
-        '{"prompt": "x", "stop": [""]}': "stop ''",
+        '{"prompt": "x", "stop": [""]}': "stop ['']: a string or a list of them, none empty, wanted",
         '{"prompt": "x", "id": [1]}': "id [1]: a string or a whole number",
         '{"prompt": "x", "id": true}': "id True: a string or a whole number",
         '{"prompt": "x", "prompt": "y"}': "a key is there twice",
@@ -136,7 +135,7 @@ def test_bad_lines_are_named_and_the_others_answered(tmp_path: Path) -> None:
 
 
 def test_windows_files_and_blank_lines(tmp_path: Path) -> None:
-    """A byte order mark or CRLF as part of the JSON; numbers that count lines otherwise than editors do."""
+    """A byte order mark and CRLF are no part of the JSON; lines are numbered as editors number them."""
     path = tmp_path / "in"
     path.write_bytes(b'\xef\xbb\xbf\r\n{"prompt": "Hello!"}\r\n\r\n  \n{"prompt": "What is 3 plus 4?"}')
     ran = batch(tiny(), "-", stdin=path.read_bytes())
@@ -163,25 +162,23 @@ def test_raw_and_system(tmp_path: Path) -> None:
 
 
 def test_a_line_that_draws_draws_beside_greedy_ones() -> None:
-    """--greedy that wins over the line, or is forgotten for the penalties that the line says nothing of."""
-    base = GenerationRequest(sampling=SamplingOptions.greedy(), stop=["x"])
-    drawn = parse_line({"prompt": "x", "temperature": 0.5, "stop": []}, base, raw=True, system=None).request
-    assert (drawn.sampling.do_sample, drawn.sampling.repetition_penalty, drawn.stop) == (None, 1.0, [])
-    assert (
-        parse_line({"prompt": "x", "seed": 4}, base, raw=True, system=None).request.sampling.do_sample
-        is False
-    )
+    """A temperature of the line wins over --greedy, whose penalties hold all the same."""
+    base = {**GREEDY, "stop": ["x"]}
+    _, drawn = parse_line({"prompt": "x", "temperature": 0.5, "stop": []}, base, raw=True, system=None)
+    assert (drawn.get("do_sample"), drawn["repetition_penalty"], drawn["stop"]) == (None, 1.0, [])
+    _, greedy = parse_line({"prompt": "x", "seed": 4}, base, raw=True, system=None)
+    assert greedy["do_sample"] is False
 
 
 def test_five_hundred_lines(chat: Chat, tmp_path: Path) -> None:
-    """Windows that overlap or leave lines out; results in the order of their lengths."""
+    """Each is answered once, in the order of the lines, whatever the lengths of the prompts."""
     rng = random.Random(0)
     lines = [
         {"prompt": "x" * rng.randrange(1, 60), "id": number, "max_new_tokens": rng.randrange(4)}
         for number in range(500)
     ]
     file, out = write(tmp_path / "in", *lines), tmp_path / "out"
-    assert answer(chat, file, out, size=8) == 0
+    assert run_batch(chat, file, out, size=8) == 0
     found = records(out.read_text())
     assert [record["id"] for record in found] == list(range(500))
     for line, record in zip(lines, found, strict=True):
@@ -206,18 +203,18 @@ class Counting(io.BytesIO):
 def test_lines_are_read_as_they_are_needed(
     size: int, ahead: int, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of millions of lines in memory; the first result after the last line is read."""
+    """The first result comes after one window of lines, not after the last line of the file."""
     stream = Counting(b'{"prompt": "x", "max_new_tokens": 1}\n' * 99)
     counts: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(stream))
         patch.setattr("builtins.print", lambda *_, **__: counts.append(stream.taken))
-        assert answer(chat, "-", None, size=size) == 0
+        assert run_batch(chat, "-", None, size=size) == 0
     assert (len(counts), counts[0]) == (99, ahead)
 
 
 def test_a_line_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gigabytes of it in memory; or its rest taken for lines of their own."""
+    """Only its beginning is kept. The next line begins after its end."""
     monkeypatch.setattr(batch_lines, "MOST_BYTES", 50)
     content = b'{"prompt": "%s"}\n{"prompt": "b"}\n' % (b"a" * 500)
     long, short = read_lines(io.BytesIO(content), "x")
@@ -226,7 +223,7 @@ def test_a_line_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_object(short.content) == {"prompt": "b"}
 
 
-# Going on.
+# A run that goes on where another ended.
 
 
 @pytest.fixture(scope="module")
@@ -236,14 +233,14 @@ def whole(chat: Chat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, b
     texts = ("a", "é and more", "b" * 30, "c", "d e f", "g")
     file = write(folder / "in", *({"prompt": text, "id": text} for text in texts), "{}", {"prompt": "last"})
     with pytest.raises(UserError, match="1 of 8 lines"):
-        answer(chat, file, folder / "out")
+        run_batch(chat, file, folder / "out")
     return file, (folder / "out").read_bytes()
 
 
 def test_a_file_cut_off_anywhere_is_gone_on_with(
     chat: Chat, whole: tuple[Path, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line twice, or never; half a line before the next; what was done already done again."""
+    """The file is then what one whole run writes, and errors of lines that were done are not said again."""
     file, content = whole
     ends = [0, *(place + 1 for place, byte in enumerate(content) if byte == 10)]
     cuts = {*ends, *(end + more for end in ends for more in (-2, -1, 1, 30)), *range(0, len(content), 97)}
@@ -252,7 +249,7 @@ def test_a_file_cut_off_anywhere_is_gone_on_with(
         out.write_bytes(content[:cut])
         capsys.readouterr()
         with pytest.raises(UserError, match="1 of 8 lines could not be answered"):
-            answer(chat, file, out)
+            run_batch(chat, file, out)
         assert out.read_bytes() == content
         assert ("line 7" in capsys.readouterr().err) == (cut < ends[7])  # said when it is done, and not again
 
@@ -263,16 +260,16 @@ def test_finished_lines_are_not_computed_again(
     file, content = whole
     out = tmp_path / "out"
     out.write_bytes(content)
-    monkeypatch.setattr(Chat, "generate_batch", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(Chat, "generate_each", lambda *_: pytest.fail("computed"))
     with pytest.raises(UserError, match="1 of 8"):
-        answer(chat, file, out)
+        run_batch(chat, file, out)
     assert out.read_bytes() == content
 
 
 def test_results_of_something_else_are_left_alone(
     chat: Chat, whole: tuple[Path, bytes], tmp_path: Path
 ) -> None:
-    """Two inputs' results in one file; somebody's notes overwritten."""
+    """A file that holds anything but results of these lines is refused, and no byte of it is changed."""
     file, content = whole
     out = tmp_path / "out"
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -281,27 +278,27 @@ def test_results_of_something_else_are_left_alone(
     part = content[: len(content) - 40]
     broken = content.replace(b"token_ids", b"token\nids", 1)
     other = load(tiny(), provider="cpu", threads=1)
-    cases: list[tuple[Chat, Path, bytes, GenerationRequest, str]] = [
-        (chat, changed, part, GREEDY, "its line 3 is no answer to line 3 there"),
-        (chat, shorter, part, GREEDY, "it goes on after the 5 lines"),
-        (chat, file, part, GenerationRequest(max_new_tokens=5), "its line 1 is no answer to line 1"),
-        (chat, file, part, GenerationRequest(max_new_tokens=4, stop=["x"]), "its line 1"),
-        (other, file, part, GREEDY, "its line 1"),
-        (chat, file, b"my notes", GREEDY, "no result"),
-        (chat, file, b'{"line": 2, "key', GREEDY, "no result"),
-        (chat, file, b"\n" + content, GREEDY, "its line 1"),
-        (chat, file, broken, GREEDY, "its line 1"),
+    cases: list[tuple[Chat, Path, bytes, dict[str, Any], str]] = [
+        (chat, changed, part, FOUR_TOKENS, "its line 3 is no answer to line 3 there"),
+        (chat, shorter, part, FOUR_TOKENS, "it goes on after the 5 lines"),
+        (chat, file, part, {"max_new_tokens": 5}, "its line 1 is no answer to line 1"),
+        (chat, file, part, {"max_new_tokens": 4, "stop": ["x"]}, "its line 1"),
+        (other, file, part, FOUR_TOKENS, "its line 1"),
+        (chat, file, b"my notes", FOUR_TOKENS, "no result"),
+        (chat, file, b'{"line": 2, "key', FOUR_TOKENS, "no result"),
+        (chat, file, b"\n" + content, FOUR_TOKENS, "its line 1"),
+        (chat, file, broken, FOUR_TOKENS, "its line 1"),
     ]
-    for model, asked, held, request, mentions in cases:
+    for model, lines_file, held, asked, mentions in cases:
         out.write_bytes(held)
-        refused(answer, model, asked, out, request, mentions=(str(out), mentions, "name another file"))
+        refused(run_batch, model, lines_file, out, asked, mentions=(str(out), mentions, "name another file"))
         assert out.read_bytes() == held
-    refused(answer, chat, file, file, mentions=("its line 1",))
+    refused(run_batch, chat, file, file, mentions=("its line 1",))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are another thing there")
 def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
-    """All of it lost, half a line at the end, or exit code 0."""
+    """Whole lines only, exit code 130, and a word on how to go on."""
     lines = [{"prompt": "x"}, {"prompt": "y", "max_new_tokens": 100_000}, {"prompt": "z"}]
     file, out = write(tmp_path / "in", *lines), tmp_path / "out"
     arguments = ("run", endless(), "--batch", file, "--out", out, "--batch-size", 1, "--ignore-eos")
@@ -329,15 +326,14 @@ Results.write = announcing
 
 
 def test_a_row_that_fails_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One prompt's NaN as everybody's error."""
+    """The other rows of its batch are answered."""
     model = poisoned(tmp_path)
     given = load(model, provider="cpu", threads=1)
     bad = given.tokenizer.decode([77])
     assert 77 in given.prompt_ids([{"role": "user", "content": f"2{bad}2"}])
     file = write(tmp_path / "in", {"prompt": "1"}, {"prompt": f"2{bad}2"}, {"prompt": "3"})
-    request = GenerationRequest(max_new_tokens=3, sampling=SamplingOptions(logit_bias={77: -100}))
     with pytest.raises(UserError, match="1 of 3 lines"):
-        answer(given, file, None, request)
+        run_batch(given, file, None, {"max_new_tokens": 3, "logit_bias": {77: -100}})
     first, failed, last = records(capsys.readouterr().out)
     assert "not finite" in failed["error"]
     assert first["token_ids"]
@@ -347,24 +343,24 @@ def test_a_row_that_fails_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_lack_of_memory_is_no_lines_fault(
     chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixty errors in the results, which the same command does not answer later."""
+    """It ends the run, and is written down for no line: the same command answers the rest later."""
     file, out = write(tmp_path / "in", *[{"prompt": str(number)} for number in range(7)]), tmp_path / "out"
-    real, rows = KVCache._allocate, []
+    real, rows = CacheMemory._allocate, []
 
-    def allocate(self: KVCache, capacity: int) -> Any:
-        rows.append(self.batch_size)
+    def allocate(self: CacheMemory, state: StateSpec, batch_size: int, slots: int) -> Any:
+        rows.append(batch_size)
         if len(set(rows)) > 1:
             raise OutOfMemoryError("a KV cache does not fit")
-        return real(self, capacity)
+        return real(self, state, batch_size, slots)
 
     with monkeypatch.context() as patch:
-        patch.setattr(KVCache, "_allocate", allocate)
+        patch.setattr(CacheMemory, "_allocate", allocate)
         with pytest.raises(OutOfMemoryError):
-            answer(chat, file, out)
+            run_batch(chat, file, out)
     done = records(out.read_text())
     assert 0 < len(done) < 7
     assert all("error" not in record for record in done)
-    assert answer(chat, file, out) == 0
+    assert run_batch(chat, file, out) == 0
     assert [record["line"] for record in records(out.read_text())] == list(range(1, 8))
 
 
@@ -380,7 +376,7 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
 
 
 def test_results_behind_links(tmp_path: Path) -> None:
-    """`File exists` for a link to nothing; a traceback for one to itself."""
+    """A link to nothing makes the file it names; one to itself is refused in one line."""
     file, link = write(tmp_path / "in", {"prompt": HELLO}), tmp_path / "link"
     link.symlink_to("there")
     assert batch(tiny(), file, "--out", link).code == 0
@@ -404,7 +400,10 @@ def test_nothing_begins_that_cannot_be_done(tmp_path: Path) -> None:
         assert mentions in batch(endless(), *arguments).error
     for arguments in (("--out", tmp_path / "out"), ("--batch-size", 2)):
         assert "--batch FILE.jsonl" in command("run", endless(), "-p", "x", *arguments).error
-    assert batch(endless(), file, "--batch-size", 0).code == 2
+    assert (
+        "--batch-size 0: a whole number from 1 to 4096 wanted"
+        in batch(endless(), file, "--batch-size", 0).error
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -417,7 +416,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 def test_half_of_a_line_is_taken_back(
     chat: Chat, whole: tuple[Path, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that fills up in the middle of a result."""
+    """Where the disk fills up in the middle of a result, the file ends with the result before it."""
     file, content = whole
     out, room = tmp_path / "out", [300]
     real = io.FileIO
@@ -431,13 +430,13 @@ def test_half_of_a_line_is_taken_back(
             return super().write(part)
 
     monkeypatch.setattr("qwen_onnx.cli.batch.output.FileIO", Small)
-    refused(answer, chat, file, out, mentions=("No space left",))
+    refused(run_batch, chat, file, out, mentions=("No space left",))
     held = out.read_bytes()
     assert content.startswith(held)
     assert held.endswith(b"\n")
     room[0] = 10**6
     with pytest.raises(UserError, match="1 of 8"):
-        answer(chat, file, out)
+        run_batch(chat, file, out)
     assert out.read_bytes() == content
 
 

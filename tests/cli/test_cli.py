@@ -32,7 +32,7 @@ def test_the_bundled_model_answers() -> None:
 
 
 def test_a_piped_prompt_is_the_prompt_of_p() -> None:
-    """The line end of `echo` became part of the prompt; a text of many lines was cut after the first."""
+    """All lines of it, without the line end of `echo`."""
     one = run_json(endless(), "-p", "one\ntwo é", "--max-new-tokens", 8)
     for piped in ("one\ntwo é\n", "one\ntwo é"):
         again = run_json(endless(), "--max-new-tokens", 8, stdin=piped)
@@ -40,23 +40,23 @@ def test_a_piped_prompt_is_the_prompt_of_p() -> None:
 
 
 def test_a_chat_whose_answers_go_to_a_file() -> None:
-    """The prompt and the commands' replies among them."""
+    """Prompt marks and the replies to commands go to stderr."""
     ran = command("run", tiny(), terminal=True, stdin="What is 3 plus 4?\n/help\n")
     assert (ran.code, ran.out) == (0, "3 plus 4 is 7.\n")
     assert ran.err.count("> ") == 3
 
 
 def test_json_has_the_documented_keys() -> None:
-    answer = run_json(endless(), "-p", "Hi", "--max-new-tokens", 4)
-    assert answer.keys() == KEYS
+    found = run_json(endless(), "-p", "Hi", "--max-new-tokens", 4)
+    assert found.keys() == KEYS
     chat = load(endless(), provider="cpu")
-    assert answer["prompt_ids"] == chat.prompt_ids(HI)
+    assert found["prompt_ids"] == chat.prompt_ids(HI)
     tokens = list(chat.generate(HI, max_new_tokens=4))
-    assert answer["token_ids"] == [token.token_id for token in tokens]
-    assert answer["text"] == "".join(token.text for token in tokens)
-    assert (answer["finish_reason"], answer["provider"], answer["dtype"]) == ("length", "cpu", "f32")
-    assert answer["ttft_ms"] > 0
-    assert answer["tokens_per_s"] > 0
+    assert found["token_ids"] == [token.token_id for token in tokens]
+    assert found["text"] == "".join(token.text for token in tokens)
+    assert (found["finish_reason"], found["provider"], found["dtype"]) == ("length", "cpu", "f32")
+    assert found["ttft_ms"] > 0
+    assert found["tokens_per_s"] > 0
 
 
 def test_text_and_json_say_the_same() -> None:
@@ -65,11 +65,11 @@ def test_text_and_json_say_the_same() -> None:
 
 
 def test_an_end_token_is_counted_and_never_printed() -> None:
-    """<|im_end|> in the text; a last token of unknown meaning to whoever reads the ids."""
-    answer = run_json(tiny(), "-p", "What is the capital of France?")
-    assert answer["text"] == "The capital of France is Paris."
-    assert answer["finish_reason"] == "eos"
-    assert answer["token_ids"][-1] in load(tiny()).eos_token_ids
+    """Its id is the last of `token_ids`; the text has nothing of it."""
+    found = run_json(tiny(), "-p", "What is the capital of France?")
+    assert found["text"] == "The capital of France is Paris."
+    assert found["finish_reason"] == "eos"
+    assert found["token_ids"][-1] in load(tiny()).eos_token_ids
 
 
 def test_ignore_eos_goes_on() -> None:
@@ -81,10 +81,10 @@ def test_ignore_eos_goes_on() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_max_new_tokens_is_exact_and_counts_new_ones_only(count: int) -> None:
-    answer = run_json(endless(), "-p", "Hi", "--ignore-eos", "--max-new-tokens", count)
-    assert (len(answer["token_ids"]), answer["finish_reason"]) == (count, "length")
-    assert (answer["ttft_ms"] is None) == (count == 0)
-    assert (answer["tokens_per_s"] is None) == (count < 2)
+    found = run_json(endless(), "-p", "Hi", "--ignore-eos", "--max-new-tokens", count)
+    assert (len(found["token_ids"]), found["finish_reason"]) == (count, "length")
+    assert (found["ttft_ms"] is None) == (count == 0)
+    assert (found["tokens_per_s"] is None) == (count < 2)
 
 
 def test_nothing_asked_for_prints_an_empty_line() -> None:
@@ -92,28 +92,28 @@ def test_nothing_asked_for_prints_an_empty_line() -> None:
 
 
 def test_top_logits_come_only_when_asked_for_and_are_sorted() -> None:
-    """Ids that name no token among the best: -Infinity in the JSON, and no id to look up."""
-    answer = run_json(endless(), "-p", "Hi", "--max-new-tokens", 3, "--top-logits", 100_000)
-    assert answer.keys() == KEYS | {"top_logits"}
+    """Every id among them names a token, and every logit is a finite number."""
+    found = run_json(endless(), "-p", "Hi", "--max-new-tokens", 3, "--top-logits", 100_000)
+    assert found.keys() == KEYS | {"top_logits"}
     size = load(endless()).tokenizer.size
-    for token_id, best in zip(answer["token_ids"], answer["top_logits"], strict=True):
+    for token_id, best in zip(found["token_ids"], found["top_logits"], strict=True):
         assert best[0][0] == token_id
         assert sorted(best, key=lambda pair: -pair[1]) == best
         assert len({pair[0] for pair in best}) == len(best) <= size
     ran = command("run", endless(), "-p", "Hi", "--max-new-tokens", 3, "--top-logits", 2)
     assert len(ran.err.splitlines()) == 1 + 3
-    assert ran.out == answer["text"] + "\n"
+    assert ran.out == found["text"] + "\n"
 
 
 def test_raw_text_is_not_put_into_a_template() -> None:
-    answer = run_json(endless(), "-p", "Hi there", "--raw", "--max-new-tokens", 2)
-    assert answer["prompt_ids"] == load(endless()).prompt_ids("Hi there")
-    assert len(answer["prompt_ids"]) < 10
+    found = run_json(endless(), "-p", "Hi there", "--raw", "--max-new-tokens", 2)
+    assert found["prompt_ids"] == load(endless()).prompt_ids("Hi there")
+    assert len(found["prompt_ids"]) < 10
 
 
 def test_system_message_comes_first() -> None:
-    answer = run_json(endless(), "-p", "Hi", "--system", "Be brief.", "--max-new-tokens", 1)
-    text = load(endless()).tokenizer.decode(answer["prompt_ids"], skip_special_tokens=False)
+    found = run_json(endless(), "-p", "Hi", "--system", "Be brief.", "--max-new-tokens", 1)
+    text = load(endless()).tokenizer.decode(found["prompt_ids"], skip_special_tokens=False)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n")
     assert text.endswith("<|im_start|>assistant\n")
 
@@ -128,7 +128,7 @@ def test_prompt_ids_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize("prompt", ["", " ", "\n", "<|im_end|>", "é🔥好"])
 def test_any_content_can_be_asked(prompt: str) -> None:
-    """Undefined behaviour with no ids: Qwen's tokenizer adds none of its own, so "" is zero tokens."""
+    """An empty message too: the chat template's own tokens are there to go on from."""
     by_option = run_json(endless(), "-p", prompt, "--max-new-tokens", 2)
     assert by_option["token_ids"]
     by_pipe = run_json(endless(), "--max-new-tokens", 2, stdin=prompt + "\n")
@@ -138,10 +138,10 @@ def test_any_content_can_be_asked(prompt: str) -> None:
 
 
 def test_a_full_context_ends_the_answer_and_says_so() -> None:
-    answer = run_json(endless(), "-p", "Hi", "--max-context", 64, "--ignore-eos")
-    assert answer["finish_reason"] == "context"
+    found = run_json(endless(), "-p", "Hi", "--max-context", 64, "--ignore-eos")
+    assert found["finish_reason"] == "context"
     # Every position was used; the last token is chosen from the last of them and needs none itself.
-    assert len(answer["prompt_ids"]) + len(answer["token_ids"]) == 64 + 1
+    assert len(found["prompt_ids"]) + len(found["token_ids"]) == 64 + 1
 
 
 def test_stats_are_one_line_on_stderr() -> None:
@@ -160,7 +160,6 @@ def test_threads_change_no_token() -> None:
 
 
 def test_auto_says_what_it_got_and_a_named_provider_says_nothing() -> None:
-    """A fall-back to the CPU that nobody mentions."""
     arguments = ("run", endless(), "-p", "Hi", "--max-new-tokens", 1)
     assert re.fullmatch(r"provider: (cpu|cuda)\n", command(*arguments).err)
     assert command(*arguments, "--provider", "cpu").err == ""
@@ -169,8 +168,8 @@ def test_auto_says_what_it_got_and_a_named_provider_says_nothing() -> None:
 def test_an_export_without_a_tokenizer_runs_on_ids(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "bare", QWEN2)
     out = export(tmp_path / "bare", tmp_path / "out").folder
-    answer = run_json(out, "--prompt-ids", "1,2,3", "--max-new-tokens", 4)
-    assert answer["text"] == ""
+    found = run_json(out, "--prompt-ids", "1,2,3", "--max-new-tokens", 4)
+    assert found["text"] == ""
     ran = command("run", out, "--prompt-ids", "1,2,3", "--max-new-tokens", 4)
-    assert ran.out.split() == [str(token_id) for token_id in answer["token_ids"]]
+    assert ran.out.split() == [str(token_id) for token_id in found["token_ids"]]
     assert "--prompt-ids" in command("run", out, "-p", "Hi").error

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.exports import exporter
-from qwen_onnx.manifest import read_manifest
 from support.chats import endless_checkpoint
 from support.command import command
 
@@ -18,7 +18,7 @@ HI = ("-p", "Hi", "--max-new-tokens", "2", "--provider", "cpu")
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_summary_is_one_screen(dtype: str, tmp_path: Path) -> None:
-    """Pages of warnings nobody can judge, and no word on where the files are."""
+    """It names the folder, each file with its size, what each graph is for, and the command to try next."""
     out = tmp_path / "out"
     ran = command("export", endless_checkpoint(), out, "--dtype", dtype)
     assert (ran.code, ran.err) == (0, "")
@@ -39,7 +39,6 @@ def test_summary_is_one_screen(dtype: str, tmp_path: Path) -> None:
 
 
 def test_default_out_is_the_name_and_the_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files in a folder that nobody named; loose files beside it."""
     monkeypatch.chdir(tmp_path)
     assert command("export", endless_checkpoint(), "--dtype", "f16").code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["endless-f16"]
@@ -68,14 +67,18 @@ def test_an_export_is_replaced_by_force_only_and_nothing_else_ever(tmp_path: Pat
 def test_max_context_of_an_export(tmp_path: Path) -> None:
     assert command("export", endless_checkpoint(), tmp_path / "out", "--max-context", 64).code == 0
     assert read_manifest(tmp_path / "out").context_length == 64
-    for wrong in (0, 4097):
+    for wrong, words in (
+        (0, "--max-context 0: a whole number of 1 or more wanted"),
+        (4097, "--max-context 4097"),
+    ):
         line = command("export", endless_checkpoint(), tmp_path / "other", "--max-context", wrong).error
-        assert f"--max-context {wrong}" in line
-        assert "4096" in line
+        assert words in line
+        assert ("4096" in line) == (wrong == 4097)
+    assert not (tmp_path / "other").exists()
 
 
 def test_run_of_a_model_exports_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minutes of export before every answer."""
+    """The second run finds the export of the first."""
     run = ("run", endless_checkpoint(), *HI, "--cache-dir", tmp_path)
     first = command(*run)
     [folder] = tmp_path.iterdir()
@@ -89,7 +92,7 @@ def test_run_of_a_model_exports_it_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_dtype_is_an_export_of_its_own_and_a_context_is_not(tmp_path: Path) -> None:
-    """`--dtype f16` answered from the f32 export of yesterday; the weights written again for a number."""
+    """--dtype makes another export; --max-context is the runner's, and uses the one there is."""
     for options in ((), ("--dtype", "f16"), ("--max-context", "64")):
         assert command("run", endless_checkpoint(), *HI, *options, "--cache-dir", tmp_path).code == 0
     manifests = [read_manifest(folder) for folder in tmp_path.iterdir()]

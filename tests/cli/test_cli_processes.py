@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from qwen_onnx.cli import progress as making
-from qwen_onnx.cli import run as running
-from qwen_onnx.errors import ExportRunningError
+from qwen_onnx.cli import open_model, progress
+from qwen_onnx.errors import ExportInProgressError
+from qwen_onnx.exports.options import ExportOptions
 from support.chats import endless, tiny
 from support.command import child, command
 
@@ -23,13 +24,13 @@ PATIENCE = 120  # seconds: of a slow machine, not of the program
 SAY_WHEN = """
 import sys
 from qwen_onnx.runners.chat import Chat
-generate = Chat.stream
+generate = Chat.generate
 def announcing(*args, **kwargs):
-    for made, token in enumerate(generate(*args, **kwargs), start=1):
+    for count, token in enumerate(generate(*args, **kwargs), start=1):
         yield token
-        if made == 3:
+        if count == 3:
             print("three made", file=sys.stderr, flush=True)
-Chat.stream = announcing
+Chat.generate = announcing
 """
 
 
@@ -41,47 +42,38 @@ def finish(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
 
 
 def test_the_installed_command_answers() -> None:
-    """An entry point that names nothing; an answer that waits for a line end."""
     with child("run", tiny(), "-p", "What is 3 plus 4?", "--provider", "cpu") as process:
         assert finish(process) == (0, "3 plus 4 is 7.\n", "")
 
 
 def test_first_runs_at_once_share_one_export(tmp_path: Path) -> None:
-    """All but one end with an error, or each makes an export of its own."""
-    arguments = (
-        "run",
-        "tiny",
-        "-p",
-        "What is 3 plus 4?",
-        "--provider",
-        "cpu",
-        "--cache-dir",
-        tmp_path / "cache",
-    )
+    """Each of them answers."""
+    cache = tmp_path / "cache"
+    arguments = ("run", "tiny", "-p", "What is 3 plus 4?", "--provider", "cpu", "--cache-dir", cache)
     with child(*arguments) as first, child(*arguments) as second:
         for process in (first, second):
             code, out, err = finish(process)
             assert (code, out) == (0, "3 plus 4 is 7.\n"), err
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_a_first_run_waits_for_the_export_that_another_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that gives up, or that waits for ever for a process that was killed."""
-    made: list[Path] = []
-    real = making.make_export
+    """It says so once, looks again, and makes the export itself where the other one left none."""
+    tried: list[Path] = []
+    real = progress.export_with_progress
 
-    def busy_twice(source: object, path: Path, **options: object) -> object:
-        made.append(path)
-        if len(made) < 3:
-            raise ExportRunningError(f"{path}: another export to it is running")
-        return real(source, path, **options)  # type: ignore[arg-type]
+    def busy_twice(source: Any, path: Path, options: ExportOptions) -> object:
+        tried.append(path)
+        if len(tried) < 3:
+            raise ExportInProgressError(f"{path}: another export to it is running")
+        return real(source, path, options)
 
-    monkeypatch.setattr(making, "make_export", busy_twice)
-    monkeypatch.setattr(running, "_LOOK_AGAIN", 0)
+    monkeypatch.setattr(progress, "export_with_progress", busy_twice)
+    monkeypatch.setattr(open_model, "_LOOK_AGAIN", 0)
     ran = command("run", "tiny", "-p", "What is 3 plus 4?", "--provider", "cpu", "--cache-dir", tmp_path)
-    assert (ran.code, ran.out, len(made)) == (0, "3 plus 4 is 7.\n", 3)
+    assert (ran.code, ran.out, len(tried)) == (0, "3 plus 4 is 7.\n", 3)
     assert ran.err.count("another process is exporting it: waiting") == 1
 
 
@@ -100,7 +92,6 @@ def test_a_piped_prompt_and_a_closed_stdin() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are another thing there")
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_ends_the_answer_and_keeps_what_there_is(as_json: bool) -> None:
-    """The whole answer lost to a traceback, or exit code 0 for half of one."""
     arguments = ("run", endless(), "-p", "Hi", *LONG, *(["--json"] if as_json else []))
     with child(*arguments, program=SAY_WHEN) as process:
         assert process.stderr is not None
@@ -109,10 +100,10 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_there_is(as_json: bool) -> None:
         code, out, err = finish(process)
     assert (code, err) == (130, "")
     if as_json:
-        answer = json.loads(out)
-        assert answer["finish_reason"] == "interrupted"
-        assert len(answer["token_ids"]) >= 3
-        assert answer["text"]
+        found = json.loads(out)
+        assert found["finish_reason"] == "interrupted"
+        assert len(found["token_ids"]) >= 3
+        assert found["text"]
     else:
         assert len(out) > 1
         assert out.endswith("\n")
@@ -121,8 +112,8 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_there_is(as_json: bool) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are another thing there")
 def test_ctrl_c_before_the_answer_is_no_traceback() -> None:
     program = (
-        "import signal, qwen_onnx.cli.run as running\n"
-        "running._open = lambda options: signal.raise_signal(signal.SIGINT)"
+        "import signal, qwen_onnx.cli.run as module\n"
+        "module.open_chat = lambda *arguments: signal.raise_signal(signal.SIGINT)"
     )
     with child("run", endless(), "-p", "Hi", program=program) as process:
         code, out, _ = finish(process)
@@ -132,7 +123,7 @@ def test_ctrl_c_before_the_answer_is_no_traceback() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes close otherwise there")
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_reader_that_leaves_ends_the_program_quietly(as_json: bool) -> None:
-    """`qwen-onnx run ... | head -c 1` prints a traceback."""
+    """As `qwen-onnx run ... | head -c 1`."""
     with child(
         "run", endless(), "-p", "Hi", *(["--json", "--max-new-tokens", 3] if as_json else LONG)
     ) as process:
@@ -147,7 +138,6 @@ def test_a_reader_that_leaves_ends_the_program_quietly(as_json: bool) -> None:
 
 
 def test_a_terminal_that_knows_ascii_only_shows_question_marks() -> None:
-    """UnicodeEncodeError in the middle of an answer."""
     for dumb in ({"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "cp1252"}):
         with child(
             "run", endless(), "-p", "é", "--max-new-tokens", 60, "--provider", "cpu", environment=dumb
@@ -161,7 +151,7 @@ def test_a_terminal_that_knows_ascii_only_shows_question_marks() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="shells are another thing there")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
 def test_a_closed_stream_is_as_good_as_none(closed: str, tmp_path: Path) -> None:
-    """A traceback for a stream that is not there; or its number given to a file, which then gets the answer."""
+    """No traceback, and no file that is opened gets the number of the closed stream, and so what is printed."""
     program = f"{sys.executable} -c 'from qwen_onnx.cli.main import main; main()'"
     for arguments in (f"run {tiny()} -p Hi --max-new-tokens 2 --provider cpu", f"info {tiny()}", "--help"):
         done = subprocess.run(f"{program} {arguments} {closed}", shell=True, capture_output=True, check=False)

@@ -21,10 +21,10 @@ if sys.platform != "linux":
 # All is imported already, so that the limit is met by what the product does.
 PROGRAM = """
 import resource, sys
-import qwen_onnx.cli.main, qwen_onnx.cli.run as running, qwen_onnx.runners.model.open_graph, typer, rich, tokenizers
+import qwen_onnx.cli.main, qwen_onnx.cli.run as module, qwen_onnx.runners.model.open_graph, typer, rich, tokenizers
 
 when, mebibytes = {when!r}, {mebibytes}
-whole = running._open
+whole = module.open_chat
 
 def limited(*arguments):
     chat = whole(*arguments) if when == "answer" else None
@@ -33,7 +33,7 @@ def limited(*arguments):
     resource.setrlimit(resource.RLIMIT_DATA, (held + (mebibytes << 20),) * 2)
     return chat or whole(*arguments)
 
-running._open = limited
+module.open_chat = limited
 """
 QUESTION = "What is 3 plus 4? " * 90
 
@@ -52,7 +52,6 @@ def wide(dtype: str) -> Path:
     [("f32", "load", ["--prepack"]), ("f16", "load", []), ("f32", "answer", []), ("f16", "answer", [])],
 )
 def test_out_of_memory_is_one_line(dtype: str, when: str, options: list[str]) -> None:
-    """A traceback of a MemoryError, or ONNX Runtime's name of a source file; or words that are not the model's."""
     program = PROGRAM.format(when=when, mebibytes=32 if when == "load" else 10)
     arguments = ("run", wide(dtype), "--provider", "cpu", "-p", QUESTION, "--max-new-tokens", 2, *options)
     with child(*arguments, program=program) as process:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from qwen_onnx import SamplingOptions, UserError, load
-from qwen_onnx.cli.chat.repl import COMMANDS
-from qwen_onnx.runners.chat import Token
-from qwen_onnx.runners.generate import FinishReason
-from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx import UserError, load
+from qwen_onnx.cli.chat.commands import COMMANDS
+from qwen_onnx.runners.output import FinishReason, Token
 from support.chats import endless, tiny
 from support.repl import CTRL_C, CTRL_D, ScriptedChat, talk, users
 
@@ -30,7 +28,6 @@ def test_earlier_turns_are_part_of_the_prompt(capsys: pytest.CaptureFixture[str]
 
 
 def test_empty_lines_are_ignored() -> None:
-    """An empty line is sent, and answered with nonsense."""
     chat = ScriptedChat()
     assert talk(chat, "", "   ", "\t", CTRL_D) == 0
     assert chat.asked == []
@@ -84,22 +81,22 @@ def test_an_unknown_command_is_not_sent_to_the_model(capsys: pytest.CaptureFixtu
 
 
 def test_ctrl_c_twice_at_the_prompt_leaves_with_130(capsys: pytest.CaptureFixture[str]) -> None:
-    """Once, and the session is lost; or never, and it can only be killed."""
+    """One Ctrl-C says how to leave; only a second one right after it leaves."""
     assert talk(ScriptedChat(), CTRL_C, CTRL_C) == 130
     assert "Ctrl-C again" in capsys.readouterr().err
     assert talk(ScriptedChat("a"), CTRL_C, "Hi", CTRL_C, "", CTRL_C, CTRL_D) == 0
 
 
 def test_ctrl_c_in_an_answer_keeps_the_session_and_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C kills the session instead of the answer; the model denies the half that the user has read."""
+    """The answer ends where it was stopped. The next prompt holds what the user has read of it."""
 
-    def show(token: Token) -> None:
+    def stop_at_two(token: Token) -> None:
         print(token.text, end="")
         if token.text == " two":
             raise KeyboardInterrupt
 
     chat = ScriptedChat("one two three four", "five")
-    assert talk(chat, "Count.", "Go on.", CTRL_D, show=show) == 0
+    assert talk(chat, "Count.", "Go on.", CTRL_D, on_token=stop_at_two) == 0
     assert users(chat.asked[1]) == [("user", "Count."), ("assistant", "one two"), ("user", "Go on.")]
     out, err = capsys.readouterr()
     assert out == "one two\nfive\n"
@@ -107,7 +104,7 @@ def test_ctrl_c_in_an_answer_keeps_the_session_and_what_was_said(capsys: pytest.
 
 
 def test_an_error_in_one_turn_keeps_the_session(capsys: pytest.CaptureFixture[str]) -> None:
-    """A question that was never answered stays in the conversation, and every later turn fails with it."""
+    """The question that was not answered is no part of the next prompt."""
     chat = ScriptedChat("a", UserError("the prompt has 99 tokens"), "c")
     assert talk(chat, "one", "too long", "three", CTRL_D) == 0
     assert users(chat.asked[2]) == [("user", "one"), ("assistant", "a"), ("user", "three")]
@@ -139,63 +136,60 @@ def test_the_bundled_model_remembers(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_turn_after_ctrl_c_is_computed_right() -> None:
-    """The cache holds a token that was never computed, or one more than the history does."""
-    made: list[Token] = []
+    """Its tokens are those of a new session with the same history, and most of the prompt was in the cache."""
+    seen: list[Token] = []
 
-    def show(token: Token) -> None:
-        made.append(token)
-        if len(made) == 7:
+    def stop_at_seven(token: Token) -> None:
+        seen.append(token)
+        if len(seen) == 7:
             raise KeyboardInterrupt
 
-    def talked(chat: Any, show: Callable[[Token], None], *lines: str | BaseException) -> None:
-        talk(chat, *lines, CTRL_D, show=show, ignore_eos=True, max_new_tokens=12)
-
+    options: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 12}
     chat = load(endless(), threads=1)
-    talked(chat, show, "Count.", "Go on.")
+    talk(chat, "Count.", "Go on.", CTRL_D, on_token=stop_at_seven, **options)
     prompt = [
         {"role": "user", "content": "Count."},
-        {"role": "assistant", "content": "".join(token.text for token in made[:7])},
+        {"role": "assistant", "content": "".join(token.text for token in seen[:7])},
         {"role": "user", "content": "Go on."},
     ]
-    fresh = load(endless(), threads=1).generate(prompt, max_new_tokens=12, ignore_eos=True)
-    assert [token.token_id for token in made[7:]] == [token.token_id for token in fresh]
-    assert made[7].cached_tokens > 30
+    fresh = load(endless(), threads=1).generate(prompt, **options)
+    assert [token.token_id for token in seen[7:]] == [token.token_id for token in fresh]
+    assert seen[7].cached_tokens > 30
 
 
 def test_top_logits_are_asked_for_in_a_chat_too() -> None:
     shown: list[Token] = []
-    assert talk(load(endless(), provider="cpu"), "Hi", CTRL_D, show=shown.append, top_logits=3) == 0
+    assert talk(load(endless(), provider="cpu"), "Hi", CTRL_D, on_token=shown.append, top_logits=3) == 0
     assert all(len(token.top_logits) == 3 for token in shown)
 
 
 def test_what_was_asked_for_holds_in_a_chat_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options that only a single prompt obeys."""
     asked = {
-        "sampling": SamplingOptions(seed=1), "stop": ["END"], "min_new_tokens": 2, "logprobs": 1,
-        "ignore_eos": True, "top_logits": 3, "max_new_tokens": 9,
+        "seed": 1, "stop": ["END"], "min_new_tokens": 2, "logprobs": 1, "ignore_eos": True, "top_logits": 3,
+        "max_new_tokens": 9,
     }  # fmt: skip
     found: list[Any] = []
 
-    def note(prompt_ids: list[int], request: GenerationRequest) -> Iterator[Token]:
-        found.append(request)
+    def note(prompt_ids: list[int], **options: Any) -> Iterator[Token]:
+        found.append(options)
         yield Token(1, "a", FinishReason.EOS, 3, 0, 1.0, None, logprob=-0.5)
 
-    monkeypatch.setattr(chat := ScriptedChat(), "stream", note)
+    monkeypatch.setattr(chat := ScriptedChat(), "generate", note)
     talk(chat, "Hi", CTRL_D, **asked)
-    assert found == [GenerationRequest(**asked)]
+    assert found == [asked]
 
 
 def test_an_answer_interrupted_before_its_first_token_is_not_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An empty answer in the history, which the template then shows to the model."""
+    """Neither the question nor an empty answer is part of the next prompt."""
     chat = ScriptedChat("yes", "no")
-    stream = chat.stream
+    generate = chat.generate
 
-    def interrupted_once(*arguments: Any) -> Iterator[Token]:
-        monkeypatch.setattr(chat, "stream", stream)
+    def interrupted_once(*arguments: Any, **options: Any) -> Iterator[Token]:
+        monkeypatch.setattr(chat, "generate", generate)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "stream", interrupted_once)
+    monkeypatch.setattr(chat, "generate", interrupted_once)
     assert talk(chat, "one", "two", CTRL_D) == 0
     assert [users(asked) for asked in chat.asked] == [[("user", "two")]]

@@ -11,8 +11,7 @@ import pytest
 
 from qwen_onnx import UserError, load
 from qwen_onnx.cli.chat.conversation import Conversation, with_room
-from qwen_onnx.cli.chat.settings import NAMES, changed
-from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.cli.chat.settings import changed, settings
 from support.chats import endless, tiny
 from support.repl import CTRL_D, ScriptedChat, talk, users
 
@@ -30,7 +29,7 @@ def test_undo_forgets_the_last_turn_only(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_retry_answers_the_same_question_anew(capsys: pytest.CaptureFixture[str]) -> None:
-    """The answer that was not wanted stays in the prompt."""
+    """The answer that was not wanted is no part of the prompt."""
     chat = ScriptedChat("a", "b", "c")
     talk(chat, "/retry", "one", "/retry", "two", CTRL_D)
     assert users(chat.asked[1]) == [("user", "one")]
@@ -60,7 +59,7 @@ class LongChat(ScriptedChat):
 
 
 def test_a_full_context_drops_the_oldest_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every turn fails once the context is full; the system message goes with the oldest turn."""
+    """The system message and the new question stay."""
     chat = LongChat(*["a" * 10] * 6)
     talk(chat, *[f"{turn}{'q' * 19}" for turn in range(4)], CTRL_D, system="s" * 5, max_new_tokens=20)
     assert [len(users(asked)) for asked in chat.asked] == [2, 4, 2, 4]
@@ -81,7 +80,6 @@ def test_a_full_context_can_refuse_instead(capsys: pytest.CaptureFixture[str]) -
 def test_a_question_longer_than_the_context_drops_nothing(
     shift: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A notice of turns that were dropped, which were not."""
     error = UserError("the prompt has 300 tokens")
     chat = LongChat("a" * 10, "a" * 10, *([error, "b"] if shift else ["b"]))
     talk(chat, "q" * 20, "q" * 20, "q" * 300, "/undo", "q", CTRL_D, shift=shift)
@@ -90,7 +88,7 @@ def test_a_question_longer_than_the_context_drops_nothing(
 
 
 def test_a_question_without_an_answer_can_be_asked_again_or_forgotten() -> None:
-    """/retry answers the question before it, /undo forgets that one's answer."""
+    """/retry and /undo are about it, not about the turn before it, which keeps its answer."""
     for command, asked in (("/retry", ["one", "two", "two"]), ("/undo", ["one", "two", "three"])):
         chat = ScriptedChat("a", UserError("no"), "c")
         talk(chat, "one", "two", command, *(["three"] if command == "/undo" else []), CTRL_D)
@@ -99,7 +97,7 @@ def test_a_question_without_an_answer_can_be_asked_again_or_forgotten() -> None:
 
 
 def test_a_question_cancelled_while_it_is_counted_is_the_one_to_undo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """/undo forgets the turn before it."""
+    """/undo forgets that question; the turn before it stays."""
     chat = ScriptedChat("a", "b")
     counted = chat.prompt_ids
 
@@ -113,20 +111,27 @@ def test_a_question_cancelled_while_it_is_counted_is_the_one_to_undo(monkeypatch
     assert users(chat.asked[1]) == [("user", "one"), ("assistant", "a"), ("user", "three")]
 
 
-def test_a_loaded_conversation_has_no_question_of_another(tmp_path: Path) -> None:
-    """/retry answers what was asked before /load, and the conversation that was loaded is gone."""
+def test_a_loaded_conversation_has_no_question_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/retry after /load answers the last question of the loaded conversation."""
     path = tmp_path / "ada"
     chat = load(tiny(), provider="cpu")
     asked: list[Any] = []
-    real = chat.stream
-    chat.stream = lambda ids, request: (asked.append(ids), real(ids, request))[1]  # type: ignore[method-assign]
+    generate = chat.generate
+
+    def note(prompt_ids: Any, **options: Any) -> Any:
+        asked.append(prompt_ids)
+        return generate(prompt_ids, **options)
+
+    monkeypatch.setattr(chat, "generate", note)
     lines = ("My name is Ada.", f"/save {path}", "/reset", "x " * 3000, f"/load {path}", "/retry", CTRL_D)
     talk(chat, *lines)
     assert asked[-1] == asked[0]
 
 
 def test_what_was_forgotten_is_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The conversation that was reset, in the token ids of a file that somebody else is given."""
+    """The file's token ids hold nothing of what /reset, /system or /undo took out of the conversation."""
     for command, kept in (("/reset", 0), ("/system", 0), ("/undo", 0), ("/undo", 1)):
         path = tmp_path / f"{command[1:]}{kept}"
         before = ["What is 2 plus 2?"] * kept
@@ -220,8 +225,8 @@ def test_a_value_is_changed_and_taken_back(capsys: pytest.CaptureFixture[str]) -
     )
     talk(chat, *lines, CTRL_D, ignore_eos=True)
     err = capsys.readouterr().err
-    shown = [line for line in err.splitlines() if line.startswith(("sampling", "greedy"))]
-    assert ["temperature 0.5" in line for line in shown] == [True, True, True, False, False]
+    told = [line for line in err.splitlines() if line.startswith(("sampling", "greedy"))]
+    assert ["temperature 0.5" in line for line in told] == [True, True, True, False, False]
     assert err.count("max_new_tokens 3, min_new_tokens 0, stop 'END'") == 3
     assert err.count("(length)") == 1
 
@@ -229,42 +234,50 @@ def test_a_value_is_changed_and_taken_back(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("name", "text", "field", "value"),
     [
-        ("temperature", "0.5", "sampling.temperature", 0.5),
-        ("temperature", "default", "sampling.temperature", None),
-        ("do_sample", "off", "sampling.do_sample", False),
-        ("logit_bias", "5=-1,7=2.5", "sampling.logit_bias", {5: -1.0, 7: 2.5}),
-        ("seed", "7", "sampling.seed", 7),
-        ("stop", "END", "stop", ["END"]),
-        ("stop", "7", "stop", ["7"]),
+        ("temperature", "0.5", "temperature", 0.5),
+        ("temperature", "default", "temperature", None),
+        ("do_sample", "off", "do_sample", False),
+        ("logit_bias", "5=-1,7=2.5", "logit_bias", {5: -1.0, 7: 2.5}),
+        ("seed", "7", "seed", 7),
+        ("stop", "END", "stop", "END"),
+        ("stop", "7", "stop", "7"),
         ("stop", '["a", "b"]', "stop", ["a", "b"]),
-        ("stop", '" you"', "stop", [" you"]),
+        ("stop", '" you"', "stop", " you"),
         ("stop", "", "stop", None),
         ("think", "off", "enable_thinking", False),
         ("think", "", "enable_thinking", None),
         ("ignore_eos", "on", "ignore_eos", True),
-        ("ignore_eos", "", "ignore_eos", False),
+        ("ignore_eos", "", "ignore_eos", None),
         ("max_new_tokens", "12", "max_new_tokens", 12),
-        ("top_logits", "", "top_logits", 0),
+        ("max_new_tokens", "null", "max_new_tokens", None),
+        ("top_logits", "", "top_logits", None),
     ],
 )
 def test_values_that_are_typed(name: str, text: str, field: str, value: object) -> None:
-    found: Any = changed(GenerationRequest(ignore_eos=True, top_logits=3), name, text)
-    for part in field.split("."):
-        found = getattr(found, part)
-    assert found == value
+    """None stands for a value that is not asked for any more."""
+    asked = {
+        "ignore_eos": True,
+        "top_logits": 3,
+        "max_new_tokens": 9,
+        "seed": 1,
+        "stop": "x",
+        "temperature": 2.0,
+    }
+    others = {other: held for other, held in asked.items() if other != field}
+    assert changed(asked, name, text) == (others if value is None else {**others, field: value})
 
 
 VALID = {("stop", "x"), ("presence_penalty", "-1"), ("frequency_penalty", "-1")}
 
 
-@pytest.mark.parametrize("name", [*NAMES, "nonsense", "sampling", "tools"])
+@pytest.mark.parametrize("name", [*settings(), "nonsense", "sampling", "tools"])
 @pytest.mark.parametrize("text", ["-1", "1e999", "NaN", "x", "{}", "[", "0=", '[""]', "[" * 100_000])
 def test_values_that_are_none_are_refused_in_one_line(name: str, text: str) -> None:
     if (name, text) in VALID or (name == "stop" and text != '[""]'):
-        changed(GenerationRequest(), name, text)
+        changed({}, name, text)
     else:
         with pytest.raises(UserError, match=name.replace("_", "[-_]")):
-            changed(GenerationRequest(), name, text)
+            changed({}, name, text)
 
 
 def test_all_that_is_set_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

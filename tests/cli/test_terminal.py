@@ -19,7 +19,7 @@ if sys.platform == "win32":
 
 
 def test_a_session_on_a_terminal() -> None:
-    """Ctrl-C that kills the session, is swallowed, or leaves a prompt that takes no more lines."""
+    """Ctrl-C ends the answer, and the prompt takes the next line; Ctrl-D leaves with 0."""
     ours, theirs = os.openpty()
     arguments = ("run", endless(), "--provider", "cpu", "--ignore-eos", "--max-new-tokens", 100_000)
     settings = {
@@ -70,7 +70,7 @@ def test_ctrl_c_twice_at_the_prompt() -> None:
 
 
 def test_a_new_users_session(tmp_path: Path) -> None:
-    """Start, ask, interrupt, ask again, undo, change a parameter, save, quit, load, continue."""
+    """To start, ask, interrupt, ask again, undo, change a parameter, save, quit, load and go on all works."""
     history, saved = tmp_path / "state" / "history", tmp_path / "ada.qwen"
 
     with session(tiny(), history=history) as (terminal, process):
@@ -124,7 +124,6 @@ def test_a_new_users_session(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("history", ["file/history", "/dev/full", "~nobody/history"])
 def test_a_history_that_cannot_be_kept_is_no_reason_to_end(history: str, tmp_path: Path) -> None:
-    """A chat that does not begin; a device that is read for ever."""
     (tmp_path / "file").touch()
     path = Path(history) if history.startswith("~") else tmp_path / history
     with session(tiny(), history=path) as (terminal, process):
@@ -139,7 +138,7 @@ def test_a_history_that_cannot_be_kept_is_no_reason_to_end(history: str, tmp_pat
 
 
 def test_a_line_of_the_history_is_found_again(tmp_path: Path) -> None:
-    """Enter in a search that does nothing, for ever."""
+    """Enter takes the line that Ctrl-R found, and sends it."""
     with session(tiny(), history=tmp_path / "history") as (terminal, process):
         for question in (b"What is 3 plus 4?", b"My name is Ada."):
             terminal.type(question + b"\r")
@@ -156,7 +155,7 @@ def test_a_line_of_the_history_is_found_again(tmp_path: Path) -> None:
 
 
 def test_a_session_that_is_ended_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
-    """A shell without echo, after SIGTERM."""
+    """SIGTERM too gives the terminal its echo and line mode back."""
     import termios
 
     ours, theirs = os.openpty()
@@ -180,7 +179,7 @@ def test_a_session_that_is_ended_leaves_the_terminal_as_it_was(tmp_path: Path) -
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_terminal_of_few_characters(tmp_path: Path, encoding: str) -> None:
-    """A traceback in place of an answer, for a character that the terminal does not know."""
+    """A character that it does not know ends neither the answer nor the session."""
     arguments = (endless(), "--max-new-tokens", 60, "--ignore-eos")
     with session(*arguments, history=tmp_path / "history", PYTHONIOENCODING=encoding) as (terminal, process):
         terminal.type("好 é🔥\r".encode())
@@ -191,7 +190,6 @@ def test_a_terminal_of_few_characters(tmp_path: Path, encoding: str) -> None:
 
 
 def test_lines_that_are_pasted_are_one_question(tmp_path: Path) -> None:
-    """Each pasted line is a question of its own."""
     with session(tiny(), history=tmp_path / "history") as (terminal, process):
         terminal.type(b"\x1b[200~What is\n3 plus 4?\x1b[201~")
         terminal.wait_for(b"... 3 plus 4?")
@@ -217,7 +215,7 @@ def test_an_export_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_a_batch_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
-    """Results among the bar's lines, or a bar in the file that they go to."""
+    """The bar is on stderr, and only results are on stdout."""
     (tmp_path / "in").write_text('{"prompt": "x"}\nbad\n' * 20)
     ours, theirs = os.openpty()
     arguments = ["run", endless(), "--batch", tmp_path / "in", "--max-new-tokens", "8", "--provider", "cpu"]

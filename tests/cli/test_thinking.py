@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from qwen_onnx import export, load
-from qwen_onnx.cli.completion import answer
-from qwen_onnx.cli.printer import Screen, harmless
-from qwen_onnx.runners.chat import Chat, Token
-from qwen_onnx.runners.generate import FinishReason
-from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.cli.completion import complete
+from qwen_onnx.cli.printer import Printer, harmless
+from qwen_onnx.runners.chat import Chat
+from qwen_onnx.runners.output import FinishReason, Token
 from qwen_onnx.runners.text.reasoning import Said
 from support.chats import endless, tiny, write_chat_checkpoint
 from support.command import command
@@ -37,22 +36,22 @@ def thinker() -> Path:
     return export(checkpoint, folder / "export").folder
 
 
-Asked = list[tuple[list[int], GenerationRequest]]
+Asked = list[tuple[list[int], dict[str, Any]]]
 
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
-    """Has the model say these texts; what it was asked."""
+    """Has the model say these texts; the prompts and options that it gets."""
 
     def rig(*texts: str, reason: FinishReason = FinishReason.EOS) -> Asked:
         asked: Asked = []
 
-        def stream(self: Chat, prompt_ids: list[int], request: GenerationRequest) -> Iterator[Token]:
-            asked.append((prompt_ids, request))
-            for made, text in enumerate(texts, start=1):
-                yield Token(made, text, reason if made == len(texts) else None, 3, 0, 1.0, None)
+        def generate(self: Chat, prompt_ids: list[int], **options: Any) -> Iterator[Token]:
+            asked.append((prompt_ids, options))
+            for count, text in enumerate(texts, start=1):
+                yield Token(count, text, reason if count == len(texts) else None, 3, 0, 1.0, None)
 
-        monkeypatch.setattr(Chat, "stream", stream)
+        monkeypatch.setattr(Chat, "generate", generate)
         return asked
 
     return rig
@@ -63,7 +62,7 @@ def run(*arguments: object) -> Any:
 
 
 def test_only_the_answer_goes_to_stdout(says: Callable[..., Asked]) -> None:
-    """Scripts read the reasoning as the answer."""
+    """Reasoning goes to stderr, or nowhere with --hide-thinking."""
     says(*ANSWER)
     assert run() == (0, "Four.\n", "Two and two.\n\n")
     assert run("--hide-thinking") == (0, "Four.\n", "")
@@ -110,7 +109,7 @@ def test_reasoning_that_the_template_begins(
 
 
 def test_history_keeps_what_the_template_then_drops(says: Callable[..., Asked]) -> None:
-    """Reasoning of earlier turns fills the context; half of it, cut short, is taken for an answer."""
+    """No reasoning of earlier turns comes into a prompt, not even of a turn that was cut short in it."""
     asked = says(*ANSWER)
     chat = load(thinker(), provider="cpu")
     talk(chat, "2 + 2?", "Sure?", CTRL_D)
@@ -150,7 +149,6 @@ def test_results_of_functions_reach_the_template(
 
 @pytest.mark.parametrize("flag", ["--think", "--no-think"])
 def test_a_template_without_the_switch_is_named(flag: str) -> None:
-    """The option is taken, and does nothing."""
     error = command("run", endless(), "--provider", "cpu", "-p", "Hi", flag).error
     assert "chat template has no switch for thinking (--think" in error
 
@@ -159,7 +157,6 @@ def test_a_template_without_the_switch_is_named(flag: str) -> None:
 def test_options_of_the_template_are_refused_where_none_is_used(
     prompt: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Taken, and without effect."""
     path = tmp_path / "tools.json"
     path.write_text(json.dumps(TOOLS))
     for option in (("--think",), ("--no-think",), ("--tools", path)):
@@ -168,9 +165,9 @@ def test_options_of_the_template_are_refused_where_none_is_used(
 
 
 def test_ids_of_numpy_are_no_chat(says: Callable[..., Asked]) -> None:
-    """What was said after token ids is taken apart as a chat's answer."""
+    """What is said after token ids is text, whatever tags are in it."""
     says("".join(ANSWER))
-    found = answer(load(thinker(), provider="cpu"), np.array([1, 2, 3]), GenerationRequest(max_new_tokens=9))  # type: ignore[arg-type]
+    found = complete(load(thinker(), provider="cpu"), np.array([1, 2, 3]), {"max_new_tokens": 9})  # type: ignore[arg-type]
     assert (found.text, found.reasoning) == ("".join(ANSWER), None)
 
 
@@ -223,23 +220,23 @@ def test_reasoning_is_dimmed_where_that_can_be(
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in {"TERM": "xterm", **environment}.items():
         monkeypatch.setenv(name, value)
-    screen = Screen(load(thinker(), provider="cpu"), color=color)
+    printer = Printer(load(thinker(), provider="cpu"), color=color)
     for said in (Said("Two"), Said(" and two."), Said("", "Four.")):
-        screen.show(None, said)
-    screen.end()
+        printer.print_token(None, said)
+    printer.end()
     text = "".join(log)
     assert ("\x1b[2mTwo\x1b[0m" in text) == dimmed
     assert text.replace("\x1b[2m", "").replace("\x1b[0m", "") == "Two and two.\n\nFour.\n"
 
 
 def test_an_answer_is_no_command_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that was told to clears the screen, or answers in the user's name."""
+    """Control characters of an answer are spelled out on a terminal; line ends, tabs and joiners are not."""
     log: list[str] = []
     monkeypatch.setattr("sys.stdout", Tty(log))
     monkeypatch.setattr("sys.stderr", Tty(log))
-    screen = Screen(load(thinker(), provider="cpu"))
-    screen.show(None, Said("\x1b]0;me\x07", "a\x1b[2J\r\n\tb [bold]*c*[/bold] \x9b1m 好é\u200d"))
-    screen.end()
+    printer = Printer(load(thinker(), provider="cpu"))
+    printer.print_token(None, Said("\x1b]0;me\x07", "a\x1b[2J\r\n\tb [bold]*c*[/bold] \x9b1m 好é\u200d"))
+    printer.end()
     text = "".join(log).replace("\x1b[2m", "").replace("\x1b[0m", "")
     assert text == "\\x1b]0;me\\x07\n\na\\x1b[2J\n\tb [bold]*c*[/bold] \\x9b1m 好é\u200d\n"
     assert harmless("plain\ntext") == "plain\ntext"

@@ -47,7 +47,7 @@ def without(stand_ins: Path, folder: Path, library: str) -> Path:
 
 
 def test_without_cudnn_all_but_the_argmax_runs(stand_ins: Path, tmp_path: Path) -> None:
-    """A gigabyte to install for one reduction; or a failure in the middle of an answer."""
+    """cuDNN is needed for the argmax of --greedy-on-device only, which names it before anything is computed."""
     folder = without(stand_ins, tmp_path / "some", "libcudnn")
     for dtype in ("f32", "f16"):
         assert run(folder, tiny(dtype), *ANSWER, "--provider", "cuda").returncode == 0
@@ -58,7 +58,7 @@ def test_without_cudnn_all_but_the_argmax_runs(stand_ins: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("library", ["libcublas", "libcublasLt"])
 def test_a_missing_library_is_named_in_one_line(library: str, stand_ins: Path, tmp_path: Path) -> None:
-    """A traceback, or an answer from the CPU with nobody told."""
+    """With `auto` the CPU answers, and stderr says so."""
     folder = without(stand_ins, tmp_path / "some", library)
     done = run(folder, tiny(), *ANSWER, "--provider", "cuda")
     assert (done.returncode, done.stdout) == (1, "")
@@ -72,7 +72,7 @@ def test_a_missing_library_is_named_in_one_line(library: str, stand_ins: Path, t
 
 
 def test_a_device_that_computes_nothing_fails_the_check(stand_ins: Path) -> None:
-    """A4 in docs/faults.md: gibberish on a GPU after an upgrade, and a check that only looks at files."""
+    """`check` compares ids that the device computed, not files alone (A4 in docs/faults.md)."""
     done = cuda_stand_ins.run(stand_ins, PROGRAM, "check", tiny("f16"), "--provider", "cuda", env=ENVIRONMENT)
     assert done.returncode == 1
     assert done.stdout.startswith("MISMATCH: golden ids:")
@@ -81,7 +81,7 @@ def test_a_device_that_computes_nothing_fails_the_check(stand_ins: Path) -> None
 
 
 def test_a_limit_of_memory_is_kept_and_named(stand_ins: Path) -> None:
-    """C8 in docs/faults.md: memory that grows until another program's job dies."""
+    """--gpu-mem-limit too small is refused in a line that names memory (C8 in docs/faults.md)."""
     assert run(stand_ins, tiny(), *ANSWER, "--provider", "cuda", "--gpu-mem-limit", 500).returncode == 0
     done = run(stand_ins, tiny(), *ANSWER, "--provider", "cuda", "--gpu-mem-limit", 1)
     assert (done.returncode, done.stdout) == (1, "")
@@ -89,7 +89,7 @@ def test_a_limit_of_memory_is_kept_and_named(stand_ins: Path) -> None:
 
 
 def test_a_device_for_which_there_are_no_kernels_is_not_taken(stand_ins: Path) -> None:
-    """Libraries load, a session opens, and the first kernel fails: a GPU older or newer than the wheel."""
+    """A GPU older or newer than the wheel: libraries load, a session opens, and the first kernel fails."""
     env = {**ENVIRONMENT, "QWEN_STAND_IN_FAIL_LAUNCHES": "1"}
 
     def run_on(provider: str) -> subprocess.CompletedProcess[str]:

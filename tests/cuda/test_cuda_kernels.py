@@ -18,7 +18,7 @@ MODELS = ["qwen2", "qwen3", "qwen3_bias", "qwen2_14_2"]
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_every_node_has_a_kernel(name: str, dtype: str, exported: Callable[..., Exported]) -> None:
-    """One node without: ONNX Runtime runs it on the CPU, with copies before and after, and refuses to capture."""
+    """No node of a graph for CUDA needs the CPU, which would copy before and after it and prevent capture."""
     model = exported(name, dtype)
     graphs = [graph for graph in model.manifest.graphs if "cuda" in graph.providers]
     assert {graph.entry for graph in graphs} == {"prefill", "decode", "greedy", "grow"}
@@ -57,7 +57,7 @@ def test_one_node(op: str, kind: int, found: bool) -> None:
 def test_a_newer_version_of_an_operator_is_not_served_by_an_open_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Squeeze 13 without an end says nothing of Squeeze 24."""
+    """A kernel of Squeeze 13 and later says nothing of Squeeze 24, unless its range names it."""
     node, types = helper.make_node("Squeeze", ["x"], ["y"]), {"x": TensorProto.FLOAT, "y": TensorProto.FLOAT}
     for until, found in ((None, False), (23, False), (24, True)):
         monkeypatch.setitem(TABLE["ai.onnx"], "Squeeze", [[13, until, {"T": "float"}]])

@@ -26,7 +26,7 @@ SHAPE_ARITHMETIC = {"Squeeze", "Concat"}
 def test_every_node_runs_on_the_device(
     name: str, dtype: str, entry: str, exported: Callable[..., Exported], stand_ins: Path
 ) -> None:
-    """A node without a kernel for its type: the cache goes to the host and back, and no capture is possible."""
+    """Only shape arithmetic is left to the CPU: nothing is copied to the host, and the graph can be captured."""
     model = exported(name, dtype)
     graph = model.manifest.graph(entry, "cuda")
     placed = place(stand_ins, model.folder / graph.file, capture=True)

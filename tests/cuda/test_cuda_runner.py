@@ -54,7 +54,7 @@ def decoded(shaped: Shaped, told: Told) -> Decoded:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_captured_step_is_one_launch(dtype: str, batch_size: int, decoded: Decoded) -> None:
-    """Something of every step that is not in the graph: a copy of the mask, an allocation, a kernel."""
+    """Beside it the small inputs go up and the logits come down; no kernel, no allocation, no copy of the cache."""
     found = decoded(dtype, True, False, batch_size)
     wanted = {
         "graph_launches": 1,
@@ -77,7 +77,7 @@ def test_a_captured_step_is_one_launch(dtype: str, batch_size: int, decoded: Dec
 
 @pytest.mark.parametrize(("dtype", "batch_size"), [("f32", 1), ("f16", 1), ("f16", 8), ("bf16", 1)])
 def test_a_greedy_step_reads_the_token_only(dtype: str, batch_size: int, decoded: Decoded) -> None:
-    """Logits read, or a token copied back, where the device feeds itself."""
+    """The device goes on from its own token: nothing is copied to it, and no logits are read."""
     found = decoded(dtype, True, True, batch_size)
     wanted = {"graph_launches": 1, "copies": 1, "bytes_to_host": 8 * batch_size}
     assert found.steady == [wanted] * 4
@@ -90,7 +90,7 @@ def test_a_greedy_step_reads_the_token_only(dtype: str, batch_size: int, decoded
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_steps_without_capture(dtype: str, greedy: bool, decoded: Decoded) -> None:
-    """Memory asked of the device at each step; fused operators that came apart."""
+    """A step allocates nothing, copies ids and logits only, and has as many operations as fused operators give."""
     found = decoded(dtype, False, greedy, 1)
     for step in (*found.steady, *found.later, *found.last):
         assert {"mallocs", "frees", "graph_launches"}.isdisjoint(step)
@@ -109,7 +109,7 @@ def test_steps_without_capture(dtype: str, greedy: bool, decoded: Decoded) -> No
 def test_memory_is_the_weights_and_the_cache(
     dtype: str, batch_size: int, shaped: Shaped, decoded: Decoded
 ) -> None:
-    """Weights twice, or buffers that only ever grow. What small buffers leave in the arena is the cache once more."""
+    """Weights are held once. What small buffers leave in the arena is at most the cache once more."""
     found = decoded(dtype, True, False, batch_size)
     file = (shaped(dtype) / "weights.safetensors").stat().st_size
     assert found.weights <= 1.01 * file + (2 << 20)

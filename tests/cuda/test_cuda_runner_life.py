@@ -26,7 +26,7 @@ tell(first=first, rounds=rounds, total=vars(counts()))
 
 
 def test_two_models_and_two_caches_of_each(shaped: Shaped, told: Told) -> None:
-    """Graph ids that two caches share: the second replays the first one's graph, on the first one's buffers."""
+    """Each cache captures a graph of its own, and replays that one."""
     found = told(TOGETHER, shaped("f32"), shaped("f16"))
     assert [step["captures"] for step in found.first] == [1] * 4
     for steps in found.rounds:
@@ -56,7 +56,7 @@ tell(first=first, again=again, batch=batch, last=last, grown=grown, captures=tot
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_next_conversation_captures_nothing(dtype: str, shaped: Shaped, told: Told) -> None:
-    """A captured graph for each conversation, none of which ONNX Runtime releases."""
+    """Its buffers and captured graph are those of a conversation that is gone: ONNX Runtime releases no graph."""
     found = told(POOL, shaped(dtype))
     assert found.captures == 2  # a batch of 2 has buffers of its own
     for first, second in (found.again, found.last, found.grown):
@@ -82,7 +82,7 @@ tell(rounds=rounds, length=talk.cache.length, illegal=counts().illegal_during_ca
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_another_thread_captures_again(dtype: str, greedy: bool, shaped: Shaped, told: Told) -> None:
-    """ONNX Runtime keeps captured graphs by thread: taken for captured, a step warms up and is two ahead."""
+    """ONNX Runtime keeps captured graphs by thread: each thread captures, and none is steps ahead of the cache."""
     found = told(THREADS, shaped(dtype), greedy)
     captures = [[step.get("captures", 0) for step in steps] for steps in found.rounds]
     assert captures == [[1, 0], [1, 0, 0], [0, 0], [1, 0, 0], [0, 0]]
@@ -101,7 +101,7 @@ tell(steps=talk.steps(5), capacity=talk.cache.capacity, illegal=counts().illegal
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_graph_that_runs_ahead_does_not_leave_the_buffers(dtype: str, shaped: Shaped, told: Told) -> None:
-    """The first run of a graph that feeds itself goes three steps: in the last slots, beyond the buffers."""
+    """Its first run takes three steps, so in the last slots it runs eagerly, and is captured in larger buffers."""
     found = told(LAST_SLOTS, shaped(dtype))
     assert [step.get("captures", 0) for step in found.steps] == [0, 0, 1, 0, 0]
     assert [step.get("graph_launches", 0) for step in found.steps] == [0, 0, 2, 1, 1]
@@ -134,7 +134,7 @@ tell(messages=messages, left=left, small=small, large=talk.steps(3), capacity=ta
 def test_a_device_that_is_full_is_told_of_in_one_line(
     dtype: str, capture: bool, shaped: Shaped, told: Told
 ) -> None:
-    """Buffers of two sizes after memory ran out in the middle of growth; a graph of buffers that are gone."""
+    """Memory that ran out while buffers grew leaves an empty small cache, which works and captures anew."""
     found = told(FULL, shaped(dtype), capture)
     assert len(found.messages) == 3
     for message in found.messages:
@@ -166,7 +166,7 @@ tell(left=left, weights=weights, cache=cache)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_closing_gives_the_memory_back(dtype: str, greedy: bool, shaped: Shaped, told: Told) -> None:
-    """A session held by what it captured. The arena of caches, which ONNX Runtime keeps, serves the next runner."""
+    """Only the arena of caches stays, which ONNX Runtime keeps and which serves the next runner."""
     found = told(CLOSE, shaped(dtype), greedy)
     assert found.left[2] == found.left[1] == found.left[0]
     assert found.left[0] <= 2 * found.cache + (2 << 20) < found.weights / 10

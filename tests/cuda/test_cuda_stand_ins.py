@@ -212,7 +212,7 @@ def test_placement_shows_what_has_no_cuda_kernel(stand_ins: Path, linear: Path, 
 
 
 def test_placement_is_that_of_the_optimized_graph(stand_ins: Path, tmp_path: Path) -> None:
-    """A fusion, and a cast, on the device: what is recorded of the partitioning has neither."""
+    """Fusions and casts are counted, of which the record of the partitioning has neither."""
     nodes = [
         helper.make_node("Cast", ["x"], ["c"], to=TensorProto.FLOAT, name="cast"),
         helper.make_node("Sigmoid", ["c"], ["s"], name="sigmoid"),

@@ -14,8 +14,8 @@ from qwen_onnx.doctor.examine import Answers, Report, examine, to_json
 from qwen_onnx.doctor.text import describe
 from qwen_onnx.runners.runtime.nvidia.driver import Driver, Gpu
 from qwen_onnx.runners.runtime.nvidia.libraries import Library
+from qwen_onnx.runners.runtime.options import PROVIDERS
 from qwen_onnx.runners.runtime.providers import missing_library
-from qwen_onnx.runners.runtime.session import PROVIDERS
 from support.command import child, command
 from support.fake_libraries import shadow
 
@@ -28,7 +28,7 @@ MEND = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-
 
 @dataclasses.dataclass
 class Machine:
-    """What the probe would answer on a machine that this is not."""
+    """Replies as the probe would on a machine that this is not."""
 
     faults: dict[str, str | None] = dataclasses.field(default_factory=dict)
     cuda: str = "13.0"
@@ -61,7 +61,7 @@ def lines(report: Report) -> list[str]:
 
 
 def test_this_machine_is_ready_on_its_cpu() -> None:
-    """Fault H4: a doctor that needs what it looks for, or calls a CPU box ill."""
+    """The report is complete without a GPU, and a machine that has only its CPU is ready."""
     ran = command("doctor")
     assert (ran.code, ran.err) == (0, "")
     verdict = ran.out.splitlines()[-1]
@@ -82,7 +82,7 @@ def test_this_machine_is_ready_on_its_cpu() -> None:
 
 
 def test_the_json_is_the_same_report() -> None:
-    """Fault: a script reads something else than people do, or cannot parse it."""
+    """What a script reads is what people read."""
     ran = command("doctor", "--json")
     told: dict[str, Any] = json.loads(ran.out)
     text = command("doctor").out
@@ -114,7 +114,7 @@ def test_the_json_is_the_same_report() -> None:
     ],
 )
 def test_the_verdict_is_that_of_the_sessions(machine: Machine, verdict: str) -> None:
-    """Fault H1, H5: a GPU and its libraries are there, so it is "ready on cuda"; or the reverse."""
+    """A provider is ready where its session ran, whatever GPUs and libraries are there or missing."""
     report = examine(ask=machine)
     assert report.verdict == verdict
     assert report.ready == (not verdict.startswith("not"))
@@ -122,7 +122,6 @@ def test_the_verdict_is_that_of_the_sessions(machine: Machine, verdict: str) -> 
 
 
 def test_libraries_are_told_with_what_brings_the_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: the reader is left to find out which of NVIDIA's packages has the file."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     told = lines(examine(ask=Machine()))
     assert "libcublas.so.13 13.10.0, /usr/lib/libcublas.so.13" in told
@@ -140,7 +139,7 @@ def test_libraries_are_told_with_what_brings_the_missing(monkeypatch: pytest.Mon
 
 
 def test_a_driver_older_than_the_build_is_told() -> None:
-    """Fault: "CUDA driver version is insufficient", and no word of which is wanted."""
+    """The report names the CUDA version that is wanted, and what to update."""
     old = Machine(driver=Driver("550.54", "12.4", None))
     assert "too old for the CUDA 13.0 of this onnxruntime: update the NVIDIA driver" in describe(
         examine(ask=old)
@@ -149,7 +148,6 @@ def test_a_driver_older_than_the_build_is_told() -> None:
 
 
 def test_two_onnxruntimes_are_told_with_what_mends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: two packages in one folder, the CPU one on top, and CUDA gone without a word."""
     monkeypatch.setattr(doctor, "installed_distributions", lambda: ["onnxruntime-gpu 1.31.1"])
     assert MEND not in describe(examine(ask=Machine()))
     monkeypatch.setattr(
@@ -163,7 +161,7 @@ def test_two_onnxruntimes_are_told_with_what_mends_them(monkeypatch: pytest.Monk
 
 
 def test_a_module_that_kills_its_process_is_the_only_one_blamed() -> None:
-    """Fault: one broken binary hides what is known of all the others."""
+    """What is known of all the others is told."""
     report = examine(ask=Machine(killer="onnx"))
     assert [(package.name, package.fault) for package in report.packages if package.fault] == [
         ("onnx", "died")
@@ -174,7 +172,7 @@ def test_a_module_that_kills_its_process_is_the_only_one_blamed() -> None:
 
 
 def test_a_driver_that_kills_its_process_is_told() -> None:
-    """Fault: the report dies with it, or says that there is no GPU and not why."""
+    """The report says why there is no GPU, and the rest of it is complete."""
 
     def dying(subject: str, *arguments: str) -> Answers:
         return Answers({}, "died of it") if subject == "driver" else Machine()(subject, *arguments)
@@ -185,7 +183,7 @@ def test_a_driver_that_kills_its_process_is_told() -> None:
 
 
 def test_without_onnxruntime_the_report_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: the command that tells why onnxruntime does not import dies of importing it."""
+    """It says why onnxruntime cannot be imported, and the exit code is 1."""
     shadow(tmp_path, monkeypatch, "onnxruntime", "raise ImportError('libfoo.so is missing')")
     ran = command("doctor")
     assert (ran.code, ran.err) == (1, "")
@@ -198,7 +196,7 @@ def test_without_onnxruntime_the_report_is_complete(tmp_path: Path, monkeypatch:
 
 
 def test_without_onnx_the_providers_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: a broken exporter's library hides that models run."""
+    """A library that only exporting needs does not hide that models run."""
     shadow(tmp_path, monkeypatch, "onnx", "raise ImportError('protobuf is too old')")
     ran = command("doctor")
     assert ran.code == 0
@@ -207,7 +205,7 @@ def test_without_onnx_the_providers_are_tried(tmp_path: Path, monkeypatch: pytes
 
 
 def test_nothing_is_sent_or_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: looking at a machine tells someone else of it."""
+    """No socket is opened, and no file is left in the user's home."""
     seen, home = tmp_path / "seen", tmp_path / "home"
     home.mkdir()
     (tmp_path / "sitecustomize.py").write_text(

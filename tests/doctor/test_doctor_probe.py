@@ -15,12 +15,12 @@ from onnx import TensorProto, helper
 from qwen_onnx.doctor import probe as doctor_probe
 from qwen_onnx.doctor.examine import Answers, ask
 from qwen_onnx.runners.runtime import providers
-from qwen_onnx.runners.runtime.session import PROVIDERS
+from qwen_onnx.runners.runtime.options import PROVIDERS
 from support.fake_libraries import shadow
 
 
 @pytest.mark.parametrize(
-    ("code", "answer"),
+    ("code", "reply"),
     [
         ("import os; os.write(1, b'CUDA is great'); os.write(2, b'or not')", Answers({"onnx": None}, None)),
         (
@@ -34,28 +34,28 @@ from support.fake_libraries import shadow
 )
 def test_a_probe_that_misbehaves(
     code: str,
-    answer: Answers,
+    reply: Answers,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Fault: what a driver prints, or its crash or hanging, in the report or instead of it."""
+    """What a driver prints is no part of the report; its crash or silence is one line of it."""
     shadow(tmp_path, monkeypatch, "onnx", code)
-    assert ask("imports", "onnx", seconds=1 if "sleep" in code else 30) == answer
+    assert ask("imports", "onnx", seconds=1 if "sleep" in code else 30) == reply
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_file_in_the_working_folder_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault: a model's folder with an `onnx.py` in it runs that, or makes a good install look broken."""
+    """An `onnx.py` in a model's folder is not run, and does not make a good install look broken."""
     (tmp_path / "onnx.py").write_text("raise ImportError('not this')")
     monkeypatch.chdir(tmp_path)
     assert ask("imports", "onnx") == Answers({"onnx": None}, None)
 
 
 def test_the_model_of_one_node_is_what_it_is_said_to_be() -> None:
-    """Fault: bytes that nobody can read, and that test nothing."""
+    """The bytes are a valid model of one Add."""
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "add", value[:1], value[1:])
     wanted = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
@@ -65,21 +65,21 @@ def test_the_model_of_one_node_is_what_it_is_said_to_be() -> None:
 
 
 class FakeSession:
-    """On a provider, wanted or not, with an answer, right or not."""
+    """On a provider, wanted or not, with a result, right or not."""
 
-    def __init__(self, provider: str, answer: list[float]) -> None:
-        self.provider, self.answer = provider, answer
+    def __init__(self, provider: str, result: list[float]) -> None:
+        self.provider, self.result = provider, result
 
     def get_providers(self) -> list[str]:
         return [self.provider, "CPUExecutionProvider"]
 
-    def run(self, outputs: None, feeds: dict[str, Any]) -> list[Any]:
-        assert feeds["x"].tolist() == [1.5, -2.0]
-        return [SimpleNamespace(tolist=lambda: self.answer)]
+    def run(self, outputs: None, inputs: dict[str, Any]) -> list[Any]:
+        assert inputs["x"].tolist() == [1.5, -2.0]
+        return [SimpleNamespace(tolist=lambda: self.result)]
 
 
 @pytest.mark.parametrize(
-    ("missing", "provider", "answer", "fault"),
+    ("missing", "provider", "result", "fault"),
     [
         (None, "CUDAExecutionProvider", [3.0, -4.0], None),
         ("no package of that name", "CUDAExecutionProvider", [3.0, -4.0], None),
@@ -91,17 +91,17 @@ class FakeSession:
 def test_only_a_session_that_computes_has_started(
     missing: str | None,
     provider: str,
-    answer: list[float],
+    result: list[float],
     fault: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fault G8, H1, H5: judged by the list of providers, or by what a file is called."""
+    """The list of providers and the names of files decide nothing."""
     real = doctor_probe.import_onnxruntime()
     runtime = SimpleNamespace(
         SessionOptions=real.SessionOptions,
         set_default_logger_severity=lambda level: None,
         get_available_providers=lambda: list(PROVIDERS.values()),
-        InferenceSession=lambda *arguments, **options: FakeSession(provider, answer),
+        InferenceSession=lambda *arguments, **options: FakeSession(provider, result),
     )
     monkeypatch.setattr(providers, "import_onnxruntime", lambda: runtime)
     monkeypatch.setattr(doctor_probe, "import_onnxruntime", lambda: runtime)
@@ -110,7 +110,7 @@ def test_only_a_session_that_computes_has_started(
 
 
 def test_of_a_cuda_error_what_cuda_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: half a screen of ONNX Runtime's source lines for a verdict."""
+    """ONNX Runtime's own source lines are left out."""
     error = (
         "/onnxruntime_src/cuda_call.cc:154 CudaCall(ERRTYPE) [with ERRTYPE = cudaError; bool THRW = true] "
         "CUDA failure 35: CUDA driver version is insufficient for CUDA runtime version ; GPU=-1 ; hostname=vm"
@@ -126,7 +126,7 @@ def test_of_a_cuda_error_what_cuda_says_is_told(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_process_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault: a traceback where Python itself is not to be found."""
+    """Where no Python can be started, the report says so in one line."""
     monkeypatch.setattr(sys, "executable", os.devnull)
     answers = ask("runtime")
     assert answers.values == {}

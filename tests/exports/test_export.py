@@ -16,11 +16,11 @@ import safetensors.numpy
 from qwen_onnx import contract
 from qwen_onnx.checkpoints.checkpoint import SIDE_FILES
 from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES, read_header
-from qwen_onnx.exports.exporter import export_model
-from qwen_onnx.manifest import MANIFEST_FILE, read_manifest
+from qwen_onnx.contract.manifest import MANIFEST_FILE, read_manifest
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 from support.checkpoints import QWEN2, QWEN2_UNTIED, QWEN3_BIAS, write_checkpoint
+from support.exporting import export_model
 from support.text_fixtures import byte_level_tokenizer, tokenizer_json
 
 STORED = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
@@ -51,7 +51,7 @@ def graph_files(folder: Path, dtype: str) -> set[str]:
 
 
 def logits(folder: Path) -> np.ndarray:
-    runner = Runner(folder, SessionOptions("cpu", threads=1))
+    runner = Runner(folder, SessionOptions(provider="cpu", threads=1))
     return runner.prefill(runner.new_cache(), np.array([[1, 2, 300]]))
 
 
@@ -71,7 +71,7 @@ def as_in_the_hub_cache(folder: Path) -> Path:
 def test_out_holds_the_weights_once_and_nothing_unasked(
     tmp_path: Path, raw: dict[str, Any], source: Any, dtype: str
 ) -> None:
-    """Fault C2, C4: loose weight files, a tied matrix stored twice, bytes of another tensor."""
+    """One weights file with each tensor once, also where head and embedding are tied (C2, C4 in docs/faults.md)."""
     tensors = write_checkpoint(tmp_path / "model", raw, dtype=source, shards=2)
     (tmp_path / "model" / "README.md").write_text("not copied")
     summary = export_model(str(tmp_path / "model"), tmp_path / "out", dtype=dtype)
@@ -88,8 +88,8 @@ def test_out_holds_the_weights_once_and_nothing_unasked(
         assert weights.get_tensor("rotary.cos").shape[0] == summary.manifest.context_length == 128
 
 
-def test_manifest_tells_the_truth(model: Path, tmp_path: Path) -> None:
-    """Fault: sizes and hashes of something else, a file left out, or a manifest that does not read back."""
+def test_the_manifest_describes_the_files(model: Path, tmp_path: Path) -> None:
+    """Sizes and hashes of all files, names and operator sets of all graphs; and it is read back as it was written."""
     summary = export_model(str(model), tmp_path / "out", dtype="bf16")
     manifest = read_manifest(tmp_path / "out")
     assert manifest == summary.manifest
@@ -110,7 +110,7 @@ def test_manifest_tells_the_truth(model: Path, tmp_path: Path) -> None:
 
 
 def test_graphs_point_at_the_tensors_of_the_weights_file(model: Path, tmp_path: Path) -> None:
-    """Fault (C5, C12): a location with a folder in it, an offset that is another tensor's or not on a page."""
+    """By the file's bare name, and on whole pages where the tensor is whole pages (C5, C12 in docs/faults.md)."""
     export_model(str(model), tmp_path / "out")
     places = read_header(tmp_path / "out" / "weights.safetensors")
     proto = onnx.load(tmp_path / "out" / "prefill.onnx", load_external_data=False)
@@ -127,7 +127,7 @@ def test_graphs_point_at_the_tensors_of_the_weights_file(model: Path, tmp_path: 
 
 
 def test_same_model_makes_the_same_bytes(model: Path, tmp_path: Path) -> None:
-    """Fault (A6): names from a counter or the clock; a key of config.json that nobody reads in the graph."""
+    """No name is from a counter or the clock, and keys that nobody reads change no graph (A6 in docs/faults.md)."""
     export_model(str(model), tmp_path / "first")
     export_model(str(model), tmp_path / "second")
     first = contents(tmp_path / "first")
@@ -143,7 +143,7 @@ def test_same_model_makes_the_same_bytes(model: Path, tmp_path: Path) -> None:
 def test_relative_out_from_another_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault (C4): data in another folder than the graph, something left in the current one, or moved away."""
+    """All files go there and none into the current folder, which stays the same (C4 in docs/faults.md)."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     assert export_model("../Model-1").folder == Path("Model-1-f32")
@@ -154,7 +154,7 @@ def test_relative_out_from_another_folder(
 
 
 def test_max_context_is_the_rows_of_the_tables(model: Path, tmp_path: Path) -> None:
-    """Fault: a manifest that promises positions the tables do not have, or a Gather beyond their end."""
+    """And it is the manifest's context_length."""
     for rows in (1, 7, 128):
         out = tmp_path / str(rows)
         assert export_model(str(model), out, max_context=rows).manifest.context_length == rows
@@ -164,7 +164,7 @@ def test_max_context_is_the_rows_of_the_tables(model: Path, tmp_path: Path) -> N
 
 
 def test_side_files_are_copied_untouched(model: Path, tmp_path: Path) -> None:
-    """Fault D1, I3: a chat template left behind, a file rewritten, end tokens that nobody noted."""
+    """Chat template and all; end tokens are noted in the manifest (D1, I3 in docs/faults.md)."""
     just_enough = byte_level_tokenizer().get_vocab_size()
     write_checkpoint(model, {**QWEN2, "vocab_size": just_enough}, shards=2)
     for name in SIDE_FILES:
@@ -181,14 +181,14 @@ def test_side_files_are_copied_untouched(model: Path, tmp_path: Path) -> None:
 
 
 def test_model_without_a_tokenizer_is_exported_with_a_note(model: Path, tmp_path: Path) -> None:
-    """Fault: an error for a model that token ids can run, or silence until the first prompt."""
+    """It runs on token ids."""
     (note,) = export_model(str(model), tmp_path / "out").notes
     assert "tokenizer.json" in note
     assert logits(tmp_path / "out").shape == (1, 320)
 
 
 def test_head_of_a_tied_checkpoint_is_used_with_a_note(tmp_path: Path) -> None:
-    """Fault (A15): the note lost on the way from the checkpoint to the user."""
+    """The summary has the checkpoint's notes (A15 in docs/faults.md)."""
     write_checkpoint(tmp_path / "model", QWEN2, lm_head="own")
     assert any(
         "lm_head.weight" in note for note in export_model(str(tmp_path / "model"), tmp_path / "out").notes
@@ -196,7 +196,6 @@ def test_head_of_a_tied_checkpoint_is_used_with_a_note(tmp_path: Path) -> None:
 
 
 def test_progress_counts_up_to_its_total(model: Path, tmp_path: Path) -> None:
-    """Fault: a bar that ends at 97 %, or runs on."""
     seen: list[tuple[int, int]] = []
     export_model(str(model), tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
@@ -205,7 +204,7 @@ def test_progress_counts_up_to_its_total(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "hub cache"])
 def test_link_shares_the_files_and_runs(tmp_path: Path, cached: bool) -> None:
-    """Fault: a copy, a link that ONNX Runtime refuses to follow, or another tensor's bytes computed with."""
+    """Hard links, which ONNX Runtime opens; the logits are those of a copy."""
     model = tmp_path / "model"
     write_checkpoint(model, QWEN2, shards=2)
     export_model(str(model), tmp_path / "copied")
@@ -228,7 +227,7 @@ def test_link_shares_the_files_and_runs(tmp_path: Path, cached: bool) -> None:
 
 
 def test_hub_cache_layout_is_exported_and_runs(model: Path, tmp_path: Path) -> None:
-    """Fault (C5): links copied as links, which lead nowhere from OUT."""
+    """Files there are links; an export has files (C5 in docs/faults.md)."""
     export_model(str(model), tmp_path / "plain")
     export_model(str(as_in_the_hub_cache(model)), tmp_path / "cached")
     assert not any(path.is_symlink() for path in (tmp_path / "cached").iterdir())
@@ -236,7 +235,7 @@ def test_hub_cache_layout_is_exported_and_runs(model: Path, tmp_path: Path) -> N
 
 
 def test_force_replaces_an_earlier_export(model: Path, tmp_path: Path) -> None:
-    """Fault: files of the earlier export left among the new."""
+    """No file of the earlier one stays."""
     export_model(str(model), tmp_path / "out", dtype="bf16")
     export_model(str(model), tmp_path / "out", dtype="f32", force=True)
     assert (tmp_path / "out" / "weights.safetensors").stat().st_size > 0
@@ -246,7 +245,7 @@ def test_force_replaces_an_earlier_export(model: Path, tmp_path: Path) -> None:
 
 
 def test_end_tokens_are_noted_without_a_tokenizer(tmp_path: Path) -> None:
-    """`--prompt-ids` never stopped, although generation_config.json says where."""
+    """generation_config.json says where answers to `--prompt-ids` end."""
     write_checkpoint(tmp_path / "model", QWEN2)
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     made = export_model(str(tmp_path / "model"), tmp_path / "out")

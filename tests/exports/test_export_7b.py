@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 15.2 * GB), ("int4", 4.37 * GB)])
 def test_7b_exports_in_little_memory(dtype: str, size: float, folder: Path) -> None:
-    """Tensors held whole; a progress that nobody sees."""
+    """No tensor is held whole, and the progress is shown."""
     parameters = 7.6e9
     if shutil.disk_usage(folder).free < size + GB:
         pytest.skip(f"writes {size / GB:.0f} GB")

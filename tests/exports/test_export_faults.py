@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from qwen_onnx.exports.exporter import export_model
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.exports.writer import hash_file
-from qwen_onnx.manifest import read_manifest
 from support.checkpoints import QWEN2, write_checkpoint
 from support.command import child, command
+from support.exporting import export_model
 from support.refusals import refused
 from support.text_fixtures import write_folder
 
@@ -82,7 +82,7 @@ def small_disk(folder: Path, size: int) -> Iterator[str | None]:
 
 @pytest.mark.parametrize("share", [0.3, 0.8, 0.97])
 def test_a_disk_that_is_full(share: float, model: Path, tmp_path: Path) -> None:
-    """Half an export that looks like one, or a traceback, whichever file the disk ends in."""
+    """Whichever file the disk ends in, one line says so and nothing stays."""
     whole = export_model(str(model), tmp_path / "whole").folder
     size = sum(path.stat().st_size for path in whole.iterdir())
     with small_disk(tmp_path / "disk", int(size * share)) as limit:
@@ -96,7 +96,7 @@ def test_a_disk_that_is_full(share: float, model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1_000, 60_000])
 def test_files_that_may_not_grow(limit: int, model: Path, tmp_path: Path) -> None:
-    """The earlier export lost where --force found no room for the new one."""
+    """With --force the earlier export stays."""
     out = tmp_path / "here" / "out"
     export_model(str(model), out, dtype="bf16")
     before = snapshot(tmp_path / "here")
@@ -152,7 +152,7 @@ IDS = ("--prompt-ids", "1,2", "--max-new-tokens", 2, "--provider", "cpu", "--thr
     "what", ["to", "model", f"model/{SECOND}", "model/config.json", "model/tokenizer.json"]
 )
 def test_no_permission(what: str, place: Path) -> None:
-    """PermissionError as a traceback; or a folder left behind, or the earlier export lost."""
+    """Nothing is left behind, and the earlier export stays."""
     before, mode = snapshot(place), (place / what).stat().st_mode
     for out in ("to/out", "to/new/out", "to/export"):
         (place / what).chmod(0o555 if what == "to" else 0o000)
@@ -164,19 +164,19 @@ def test_no_permission(what: str, place: Path) -> None:
 
 
 def test_no_permission_to_read_an_export(place: Path) -> None:
-    """The same when it is run, checked or looked at."""
+    """`run`, `check` and `info` name the file."""
     out = place / "to" / "export"
     for what in ("weights.safetensors", "prefill.onnx", "export.json", "tokenizer.json"):
         mode = (out / what).stat().st_mode
         (out / what).chmod(0o000)
         with as_nobody():
             assert str(out / what) in command("run", out, *IDS).error
-            checked, shown = command("check", out), command("info", out)
+            checked, described = command("check", out), command("info", out, "--graphs")
         (out / what).chmod(mode)
         assert what in checked.out + checked.err
         assert checked.code == 1
         if what.startswith(("prefill", "export")):
-            assert str(out / what) in shown.error
+            assert str(out / what) in described.error
 
 
 def rewrite(path: Path) -> None:
@@ -202,7 +202,7 @@ def replace(path: Path) -> None:
 def test_a_checkpoint_that_changes_meanwhile(
     change: Callable[[Path], None], name: str, dtype: str, model: Path, tmp_path: Path
 ) -> None:
-    """Half of one model's weights and half of another's, where a training run writes a checkpoint in place."""
+    """A training run may write it in place: no export holds weights of two states."""
     changed = []
 
     def spoil(done: int, total: int) -> None:
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_changes_meanwhile(
 
 
 def test_what_is_not_read_may_change(model: Path, tmp_path: Path) -> None:
-    """An export refused because a training run writes its log beside the checkpoint."""
+    """A training run may write its log beside the checkpoint."""
     (model / "trainer.log").write_text("step 1")
     (model / "optimizer.safetensors").write_bytes(b"x")
 
@@ -230,7 +230,7 @@ def test_what_is_not_read_may_change(model: Path, tmp_path: Path) -> None:
 
 
 def test_two_exports_to_one_folder(model: Path, tmp_path: Path) -> None:
-    """Files of both in one folder; or each waits for the other."""
+    """The second is refused, and the first ends whole."""
     out = tmp_path / "here" / "out"
     (tmp_path / "here").mkdir()
     export_model(str(model), out, dtype="bf16")
@@ -251,7 +251,7 @@ def test_two_exports_to_one_folder(model: Path, tmp_path: Path) -> None:
 
 
 def test_two_exports_begun_at_once(model: Path, tmp_path: Path) -> None:
-    """The same, without any order."""
+    """One of them is refused."""
     with (
         child("export", model, tmp_path / "out") as first,
         child("export", model, tmp_path / "out") as second,

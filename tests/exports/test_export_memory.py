@@ -41,13 +41,13 @@ def export(tmp_path: Path) -> Iterator[Callable[..., tuple[int, Path]]]:
 
 
 def test_tensor_is_never_held_whole(export: Callable[..., tuple[int, Path]]) -> None:
-    """Fault C3: memory that grows with the largest tensor; this one alone would pass the limit."""
+    """This one alone would pass the limit (C3 in docs/faults.md)."""
     peak, _ = export("F32", "f16", 250 * MB, tied=True)
     assert peak < 250 * MB
 
 
 def test_peak_memory_is_of_this_process_alone() -> None:
-    """Fault: the summary of an export shows the memory of the process that started it."""
+    """The process that started it may be larger."""
     ballast = bytearray(300 * MB)
     code = "from qwen_onnx.memory import peak_memory; print(peak_memory())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -60,14 +60,14 @@ def test_peak_memory_is_of_this_process_alone() -> None:
 def test_memory_does_not_grow_with_the_model(
     export: Callable[..., tuple[int, Path]], source: str, dtype: str, nbytes: int
 ) -> None:
-    """Fault (C3): an export that is killed where the model is larger than memory, or than half of it."""
+    """A model may be larger than memory (C3 in docs/faults.md)."""
     peak, _ = export(source, dtype, nbytes)
     assert peak < LIMIT
 
 
 @pytest.mark.slow
 def test_tensor_beyond_the_limit_of_a_protobuf(export: Callable[..., tuple[int, Path]]) -> None:
-    """Fault (C1): "exceeds maximum protobuf size of 2GB", after the long part is done."""
+    """Graph files stay small whatever the tensors are (C1 in docs/faults.md)."""
     peak, out = export("BF16", "bf16", int(2.3 * GB), tied=True)
     assert peak < LIMIT
     for graph in out.glob("*.onnx"):

@@ -17,8 +17,8 @@ import safetensors.numpy
 
 from qwen_onnx import UserError, contract
 from qwen_onnx.checkpoints.checkpoint import INDEX_FILE
-from qwen_onnx.exports.exporter import export_model
 from support.checkpoints import QWEN2, write_checkpoint
+from support.exporting import export_model
 from support.refusals import refused
 from support.text_fixtures import byte_level_tokenizer, tokenizer_json
 
@@ -95,7 +95,7 @@ def snapshot(folder: Path) -> dict[Path, tuple[bytes, int]]:
 def test_tensors_that_do_not_fit_the_config(
     case: Case, model: Path, assert_untouched: Callable[..., str]
 ) -> None:
-    """Fault: a crash after minutes of writing, or an export that computes with the wrong tensor."""
+    """They are refused before anything is written, and file and tensor are named."""
     tensors = write_checkpoint(model, QWEN2)
     for file in (FIRST, SECOND, INDEX_FILE):
         (model / file).unlink()
@@ -107,8 +107,8 @@ def test_tensors_that_do_not_fit_the_config(
 @pytest.mark.parametrize(
     ("options", "mentions"),
     [
-        ({"max_context": 0}, ("--max-context 0", 128)),
-        ({"max_context": -1}, ("--max-context -1", 128)),
+        ({"max_context": 0}, ("max_context 0", "1 or more wanted")),
+        ({"max_context": -1}, ("max_context -1", "1 or more wanted")),
         ({"max_context": 129}, ("--max-context 129", 128)),
         ({"dtype": "int2"}, ("int2", "f32", "f16", "bf16", "int4")),
         ({"dtype": "F32"}, ("F32", "f32")),
@@ -119,14 +119,14 @@ def test_tensors_that_do_not_fit_the_config(
 def test_options_that_do_not_fit_the_model(
     options: dict[str, Any], mentions: tuple[Any, ...], assert_untouched: Callable[..., str]
 ) -> None:
-    """Fault: an option passed over, or found wrong after the weights were written."""
+    """No option is passed over, or found wrong after the weights were written."""
     assert_untouched(mentions=mentions, **options)
 
 
 def test_link_across_file_systems(
     monkeypatch: pytest.MonkeyPatch, assert_untouched: Callable[..., str]
 ) -> None:
-    """Fault: a traceback, a silent copy, or the first link left behind by the second."""
+    """Nothing is copied instead, and the first link does not stay behind when the second fails."""
     link, made = os.link, []
 
     def link_once(source: Any, target: Any) -> None:
@@ -143,7 +143,7 @@ def test_link_across_file_systems(
 def test_link_of_a_file_that_an_export_would_overwrite(
     model: Path, assert_untouched: Callable[..., str]
 ) -> None:
-    """Fault: the checkpoint's own file emptied through its hard link."""
+    """A hard link is the checkpoint's own file, which must not be emptied."""
     (model / SECOND).rename(model / contract.EXTRA_FILE)
     index = (model / INDEX_FILE).read_text()
     (model / INDEX_FILE).write_text(index.replace(SECOND, contract.EXTRA_FILE))
@@ -151,7 +151,7 @@ def test_link_of_a_file_that_an_export_would_overwrite(
 
 
 def test_tokenizer_larger_than_the_embedding(model: Path, assert_untouched: Callable[..., str]) -> None:
-    """Fault D5: an export whose own tokenizer makes ids that crash it."""
+    """Its ids would have no row (D5 in docs/faults.md)."""
     ids = byte_level_tokenizer().get_vocab_size()
     write_checkpoint(model, {**QWEN2, "vocab_size": ids - 1}, shards=2)
     (model / "tokenizer.json").write_text(tokenizer_json())
@@ -160,13 +160,13 @@ def test_tokenizer_larger_than_the_embedding(model: Path, assert_untouched: Call
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"prompt_ids": 1, "token_ids": [], "margins": []}'])
 def test_golden_ids_that_are_none(model: Path, assert_untouched: Callable[..., str], content: str) -> None:
-    """Fault: a traceback, after everything was written, for a file of that name in the model's folder."""
+    """Any file may have that name in a model's folder."""
     (model / "golden.json").write_text(content)
     assert_untouched(mentions=("golden.json",))
 
 
 def test_value_too_large_for_f16(model: Path, assert_untouched: Callable[..., str]) -> None:
-    """Fault: infinity exported, or half an export left behind."""
+    """The tensor, its file and the number are named."""
     tensors = safetensors.numpy.load_file(model / SECOND)
     tensors[NORM][3] = 7e4
     safetensors.numpy.save_file(tensors, model / SECOND)
@@ -174,7 +174,7 @@ def test_value_too_large_for_f16(model: Path, assert_untouched: Callable[..., st
 
 
 def test_out_that_is_in_use(model: Path, tmp_path: Path, assert_untouched: Callable[..., str]) -> None:
-    """Fault: somebody's files overwritten, with --force or without."""
+    """With --force an export is replaced, and nothing else."""
     export_model(str(model), tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
@@ -189,7 +189,7 @@ def test_out_that_is_in_use(model: Path, tmp_path: Path, assert_untouched: Calla
 def test_disk_that_is_too_small(
     monkeypatch: pytest.MonkeyPatch, assert_untouched: Callable[..., str], link: bool
 ) -> None:
-    """Fault: minutes of writing before the disk is full."""
+    """The free space is looked at before anything is written."""
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=8_000))
     assert_untouched(link=link, mentions=("8,000 bytes are free",))
@@ -199,7 +199,7 @@ def test_disk_that_is_too_small(
 def test_disk_that_fills_up_meanwhile(
     model: Path, tmp_path: Path, assert_untouched: Callable[..., str], force: bool
 ) -> None:
-    """Fault: a traceback, half an export, or the earlier export gone."""
+    """Nothing of the new export is left, and the earlier one is as it was."""
     if force:
         export_model(str(model), tmp_path / "out", dtype="bf16")
 
@@ -212,7 +212,7 @@ def test_disk_that_fills_up_meanwhile(
 
 
 def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    """Fault: gigabytes left in a hidden folder."""
+    """No hidden folder stays behind."""
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -230,7 +230,7 @@ def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path) -> None:
 def test_source_that_changes_meanwhile(
     model: Path, tmp_path: Path, change: Callable[[Path], None], dtype: str
 ) -> None:
-    """Fault: a weights file with a hole, or a traceback, where a download or a training run writes to it."""
+    """A download or a training run may write to it."""
     kept = (model / SECOND).read_bytes()
 
     def spoil(done: int, total: int) -> None:
@@ -246,7 +246,7 @@ def test_source_that_changes_meanwhile(
 def test_folder_that_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch, assert_untouched: Callable[..., str]
 ) -> None:
-    """Fault: a traceback for somebody else's folder."""
+    """It may be somebody else's."""
 
     def deny(path: Path) -> bool:
         if path.name == "adapter_config.json":
@@ -259,7 +259,7 @@ def test_folder_that_cannot_be_read(
 
 
 def test_layers_that_cannot_be_there_are_refused_before_graphs_are_built(tmp_path: Path) -> None:
-    """A million layers in config.json: minutes of building, for three layers of tensors."""
+    """config.json says a million layers, there are tensors of three."""
     write_checkpoint(tmp_path / "model", QWEN2)
     raw = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 1_000_000}))

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from qwen_onnx.exports.exporter import export_model
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.exports.publish.staging import recover
 from qwen_onnx.exports.writer import hash_file
-from qwen_onnx.manifest import read_manifest
 from support.checkpoints import QWEN2, write_checkpoint
+from support.exporting import export_model
 from support.text_fixtures import write_folder
 
 pytestmark = [
@@ -33,6 +33,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 import qwen_onnx.exports.exporter as exporter
+from qwen_onnx.exports.options import ExportOptions
 model, out, force, link, last = sys.argv[1:]
 parent, steps = str(Path(out).parent) + "/", 0
 
@@ -51,7 +52,7 @@ def hook(event, arguments):
 
 print("begun", flush=True)
 sys.addaudithook(hook)
-exporter.export_model(model, Path(out), force=force == "force", link=link == "link", progress=step)
+exporter.export_model(model, Path(out), ExportOptions(force=force == "force", link=link == "link"), progress=step)
 print(steps)
 """
 
@@ -103,7 +104,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def test_fifty_points(place: Place) -> None:
-    """Half an export taken for a whole one, the earlier one lost, gigabytes left, or the checkpoint spoilt."""
+    """The earlier export or the new one is there whole, nothing else is left, and the checkpoint is as it was."""
     rng, killed, kinds = random.Random(0), 0, {"old": 0, "new": 0, "displaced": 0}
     checkpoint = {path: path.read_bytes() for path in place.model.iterdir()}
     first = place.start(force=False, link=False)
@@ -160,7 +161,7 @@ def kept(now: dict[str, bytes], before: dict[str, bytes]) -> bool:
 
 
 def test_every_step_is_counted(place: Place) -> None:
-    """A test that kills nothing: the last step but one leaves the old state, the end the new one."""
+    """So that the test above kills in the middle: the third step leaves no export, and something to be removed."""
     prepare(place, earlier=False)
     process = place.start(force=False, link=False, last=3)
     assert process.wait(PATIENCE) == -signal.SIGKILL

@@ -12,11 +12,13 @@ import onnx
 import pytest
 
 from qwen_onnx import export
+from qwen_onnx.checks import runtimes
 from qwen_onnx.checks.check import check_export
 from qwen_onnx.contract import LAYOUTS
+from qwen_onnx.contract.manifest import GraphSpec, is_weights, read_manifest
 from qwen_onnx.exports.layouts import known
-from qwen_onnx.manifest import GraphSpec, is_weights, read_manifest
 from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.options import SessionOptions
 from support.checkpoints import QWEN2, QWEN3, write_checkpoint
 from support.command import command
 from support.exports import IDS, ON_CPU
@@ -53,7 +55,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def good(folder: Path, against: Path) -> bool:
-    findings = list(check_export(folder, against=str(against), provider="cpu"))
+    findings = list(check_export(folder, SessionOptions(provider="cpu"), against=str(against)))
     return all(finding.ok for finding in findings)
 
 
@@ -61,7 +63,7 @@ def good(folder: Path, against: Path) -> bool:
 def test_portable_export_is_the_graph_that_all_tests_of_portable_graphs_hold_for(
     model: Path, tmp_path: Path, dtype: str
 ) -> None:
-    """Fault: another graph in the file that others embed than in those that are tested op by op."""
+    """The graph that others embed is the one that is tested operator by operator."""
     whole = export(model, tmp_path / "whole", dtype=dtype)
     summary = export(model, tmp_path / "out", dtype=dtype, target="portable", split=True)
     names = [graph.file for graph in summary.manifest.graphs]
@@ -86,11 +88,11 @@ def logits_of_portable(folder: Path, tmp_path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", EXAMPLES)
-@pytest.mark.parametrize("layout", sorted({*LAYOUTS} - {"cpu"}))  # test_panels has that one
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_each_layout_is_an_export_with_its_weights_once(
     model: Path, tmp_path: Path, layout: str, dtype: str
 ) -> None:
-    """Fault: a second copy of the weights under another name; a folder that only its consumer can check."""
+    """Its weights lie there once, the manifest lists every file, and `check` finds it good."""
     target = "portable" if layout == "plain" else None
     summary = export(model, tmp_path / "out", dtype=dtype, layout=layout, target=target)
     assert (summary.manifest.layout, summary.manifest.dtype) == (layout, dtype)
@@ -109,7 +111,7 @@ def test_each_layout_is_an_export_with_its_weights_once(
 def test_files_that_a_browser_reads_stay_below_its_limit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault: "Array buffer allocation failed" at 2 GiB; or files that the page is not told of."""
+    """The weights are cut into files below it, and config.json has their number."""
     whole = export(model, tmp_path / "whole", layout="transformers.js")
     limit = 300_000 + (1 << 20)
     monkeypatch.setattr(known, "BROWSER_LIMIT", limit)
@@ -130,14 +132,14 @@ def test_files_that_a_browser_reads_stay_below_its_limit(
 def test_one_tensor_above_the_limit_is_told(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault: a page that fails without a word."""
+    """It cannot be cut: a note says that no browser loads it."""
     monkeypatch.setattr("qwen_onnx.exports.layouts.transformers_js.BROWSER_LIMIT", 100_000)
     summary = export(model, tmp_path / "out", layout="transformers.js")
     assert any("onnx/model.onnx_data: " in note and "2 GB" in note for note in summary.notes)
 
 
 def test_transformers_js_finds_names_and_the_cache_type(model: Path, tmp_path: Path) -> None:
-    """Fault: f16 in a file that `dtype: "fp16"` does not look for, and a cache of the wrong type."""
+    """File names are those that `dtype: "fp16"` looks for, and config.json has the type of the cache."""
     summary = export(model, tmp_path / "out", dtype="f16", layout="transformers.js")
     assert {graph.file for graph in summary.manifest.graphs} == {
         "onnx/model_fp16.onnx",
@@ -156,7 +158,7 @@ def test_transformers_js_finds_names_and_the_cache_type(model: Path, tmp_path: P
 def test_weights_can_be_links_under_the_name_that_a_consumer_wants(
     model: Path, tmp_path: Path, layout: str
 ) -> None:
-    """Fault: `--link` that copies, or is refused where only a name is in the way."""
+    """`--link` makes links whatever the name is."""
     summary = export(model, tmp_path / "out", layout=layout, target="portable", link=True)
     inodes = {path.stat().st_ino for path in model.glob("*.safetensors")}
     linked = [name for name in summary.manifest.files if (summary.folder / name).stat().st_ino in inodes]
@@ -174,8 +176,8 @@ GENERATION = {
 }  # fmt: skip
 
 
-def test_genai_config_says_all_that_generation_config_does(tmp_path: Path) -> None:
-    """Fault I5: one end token of two; a context of 2,048 for all; penalties dropped without a word."""
+def test_genai_config_has_all_that_generation_config_has(tmp_path: Path) -> None:
+    """Both end tokens, the context, and the penalties (I5 in docs/faults.md)."""
     write_checkpoint(tmp_path / "Model", QWEN3)
     (tmp_path / "Model" / "generation_config.json").write_text(json.dumps(GENERATION), encoding="utf-8")
     summary = export(tmp_path / "Model", tmp_path / "out", layout="onnxruntime-genai", max_context=50)
@@ -203,13 +205,13 @@ def test_genai_config_says_all_that_generation_config_does(tmp_path: Path) -> No
 
 
 def test_batches_of_optimum_are_padded_on_the_left(tmp_path: Path) -> None:
-    """Fault: answers after padding on the right, which continue nothing."""
+    """After padding on the right there would be nothing to go on from."""
     summary = export("tiny", tmp_path / "out", layout="optimum")
     assert read(summary.folder / "tokenizer_config.json")["padding_side"] == "left"
 
 
 def test_triton_repository_holds_several_models(model: Path, tmp_path: Path) -> None:
-    """Fault: `--force` that removes the other models of the repository, or takes any folder for its own."""
+    """`--force` replaces the model of this name and leaves the others of the repository."""
     out = tmp_path / "repository"
     (out / "other").mkdir(parents=True)
     (out / "other" / "config.pbtxt").write_text('name: "other"\n', encoding="utf-8")
@@ -228,7 +230,7 @@ def test_triton_repository_holds_several_models(model: Path, tmp_path: Path) -> 
 
 
 def test_what_genai_does_not_take_is_left_out_and_told(tmp_path: Path) -> None:
-    """Fault: a folder that onnxruntime-genai refuses to load, or that never ends."""
+    """Values that onnxruntime-genai would refuse are replaced by its defaults, each with a note."""
     write_checkpoint(tmp_path / "Model", QWEN2)
     odd = {
         "early_stopping": "never", "temperature": "hot", "top_p": 2, "min_length": 3000, "do_sample": 1,
@@ -276,27 +278,27 @@ def test_what_genai_does_not_take_is_left_out_and_told(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused_before_anything_is_written(
     model: Path, tmp_path: Path, options: dict[str, Any], word: str
 ) -> None:
-    """Fault: an export that no runtime of its layout can load."""
+    """Each of them would be an export that no runtime of its layout loads."""
     refused(export, model, tmp_path / "out", mentions=(word,), **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_info_says_who_takes_the_file(model: Path, tmp_path: Path) -> None:
-    """Fault: a graph that fails in OpenVINO, and nobody had said so."""
+def test_info_names_the_runtimes_that_take_a_graph(model: Path, tmp_path: Path) -> None:
+    """And those that do not."""
     whole, portable = tmp_path / "whole", tmp_path / "portable"
     export(model, whole)
     export(model, portable, layout="onnxruntime-genai")
-    text = command("info", str(portable)).out
+    text = command("info", portable, "--graphs").out
     assert "target     portable, laid out for onnxruntime-genai" in text
     model_part = text[text.index("model.onnx: ") : text.index("shrink.onnx: ")]
     assert "OpenVINO" in model_part
     assert "  not in " not in model_part
-    graph = command("info", str(whole)).out
-    assert "  not in onnxruntime-genai, optimum, transformers.js, OpenVINO, tract" in graph
+    text = command("info", whole, "--graphs").out
+    assert "  not in onnxruntime-genai, optimum, transformers.js, OpenVINO, tract" in text
 
 
 def test_check_runs_the_golden_ids_in_another_runtime(model: Path, tmp_path: Path) -> None:
-    """Fault: `check --runtime` that compares nothing, or says of a default export that the runtime is broken."""
+    """A default export, which other runtimes cannot run, is refused there."""
     export("tiny", tmp_path / "out", target="portable")
     done = command("check", str(tmp_path / "out"), "--runtime", "onnxruntime", "--provider", "cpu")
     assert done.code == 0
@@ -310,16 +312,15 @@ def test_check_runs_the_golden_ids_in_another_runtime(model: Path, tmp_path: Pat
 def test_a_runtime_that_chooses_otherwise_is_a_mismatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault: a verdict that is good whatever the runtime did."""
-    from qwen_onnx.checks import runtimes as check_runtime
-
+    """Here each logit has the other sign."""
     export("tiny", tmp_path / "out", target="portable")
-    real = check_runtime._onnxruntime
+    real = runtimes._onnxruntime
 
-    def wrong(path: Path, graph: GraphSpec) -> check_runtime.Step:
+    def wrong(path: Path, graph: GraphSpec) -> runtimes.Step:
         step = real(path, graph)
-        return lambda feeds: {name: -value for name, value in step(feeds).items()}
+        return lambda inputs: {name: -value for name, value in step(inputs).items()}
 
-    monkeypatch.setattr(check_runtime, "_onnxruntime", wrong)
-    findings = list(check_export(tmp_path / "out", provider="cpu", runtime="onnxruntime"))
+    monkeypatch.setattr(runtimes, "_onnxruntime", wrong)
+    options = SessionOptions(provider="cpu")
+    findings = list(check_export(tmp_path / "out", options, runtime="onnxruntime"))
     assert [finding.ok for finding in findings[-2:]] == [True, False]

@@ -94,6 +94,6 @@ def test_a_loop_of_links(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
-    """An export that is made, and that ONNX Runtime can never open."""
+    """ONNX Runtime could not open a file in it."""
     with pytest.raises(UserError, match="not a UTF-8 name"):
         refuse_output(tmp_path / "bad\udcff")

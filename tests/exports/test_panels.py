@@ -1,4 +1,4 @@
-"""`--layout cpu`: matrices in panels, what is computed with them, and the processors that refuse them."""
+"""`--weights-order panels`: matrices in panels, what is computed with them, and the processors that refuse them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import pytest
 from qwen_onnx import contract, export, load
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header
 from qwen_onnx.checks.check import check_export
-from qwen_onnx.cli import run as running
+from qwen_onnx.cli import run as cli_run
 from qwen_onnx.contract import PROBE_WEIGHT, PROBE_X, WEIGHTS_FILE
+from qwen_onnx.contract.manifest import read_manifest, write_manifest
 from qwen_onnx.exports import panels as panel_sizes
 from qwen_onnx.exports import weights
 from qwen_onnx.exports.weights import in_panels
 from qwen_onnx.exports.writer import hash_file
-from qwen_onnx.manifest import read_manifest, write_manifest
-from qwen_onnx.runners.model import open_graph as steps
+from qwen_onnx.runners.model import open_graph
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime import panels
 from qwen_onnx.runners.runtime.integrity import sample
+from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.panels import panel_rows
-from qwen_onnx.runners.runtime.session import SessionOptions
 from support.checkpoints import QWEN2, write_checkpoint
 from support.command import command
 from support.exports import IDS, ON_CPU, Exported, decode_all, open_on_cpu
@@ -41,6 +41,7 @@ Export = Callable[..., Exported]
 pytestmark = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="these kernels are for x86-64"
 )
+ASKED = "--weights-order panels"
 CONFIGS = ["qwen2", "qwen2_untied", "qwen3", "qwen3_bias", "qwen2_yarn"]
 
 
@@ -54,7 +55,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def in_this_order(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """To be read only."""
-    return export(checkpoint, tmp_path_factory.mktemp("export") / "out", layout="cpu").folder
+    return export(checkpoint, tmp_path_factory.mktemp("export") / "out", weights_order="panels").folder
+
+
+def refused_in_panels(checkpoint: Path, tmp_path: Path, *mentions: str, **options: Any) -> None:
+    refused(export, checkpoint, tmp_path / "out", weights_order="panels", mentions=mentions, **options)
 
 
 # The file.
@@ -86,7 +91,7 @@ def test_every_number_stands_where_it_should(
 
 
 def test_weights_lie_once_and_packed_matrices_side_by_side(in_this_order: Path) -> None:
-    """A tied head stored twice; a panel that mixes q and k; a graph that reads the embedding elsewhere."""
+    """A tied head is read from the embedding's panels; q, k and v begin a panel each and follow each other."""
     places = read_header(in_this_order / WEIGHTS_FILE)
     rows = read_manifest(in_this_order).panel_rows or 0
     assert places["model.embed_tokens.weight"].shape == (320 // rows, 64, rows)
@@ -122,8 +127,8 @@ def runner(model: Exported, **options: Any) -> Runner:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_and_decode_are_the_references(name: str, exported: Export) -> None:
-    """A row of the wrong panel; a bias left out; a head that is not the embedding; padding that is looked at."""
-    model = exported(name, "f32", layout="cpu")
+    """Whatever the length of the chunks that a prompt goes in."""
+    model = exported(name, "f32", weights_order="panels")
     for chunk in (1, 7, 512):
         own = Runner(model.folder, ON_CPU, prefill_chunk=chunk)
         cache, wanted = own.new_cache(), model.wanted(IDS[0, :60])
@@ -134,8 +139,8 @@ def test_prefill_and_decode_are_the_references(name: str, exported: Export) -> N
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("lengths", [(9, 9), (3, 17, 5), (1, 64, 40)])
 def test_batches_padded_on_the_left(name: str, lengths: tuple[int, ...], exported: Export) -> None:
-    """Right at one row, wrong at several: tokens of all rows go through the products side by side."""
-    model, longest = exported(name, "f32", layout="cpu"), max(lengths)
+    """Tokens of all rows go through the products side by side, and each row is as it would be alone."""
+    model, longest = exported(name, "f32", weights_order="panels"), max(lengths)
     own = runner(model)
     ids, mask = np.full((len(lengths), longest), 7), np.zeros((len(lengths), longest), np.int64)
     for row, length in enumerate(lengths):
@@ -150,22 +155,23 @@ def test_batches_padded_on_the_left(name: str, lengths: tuple[int, ...], exporte
 
 
 def test_a_vocabulary_that_ends_inside_a_panel(tmp_path: Path) -> None:
-    """Logits of rows that do not exist; the last ids' embedding read from a panel that is cut off."""
+    """There are logits of real ids only, and the last ids have their embedding."""
     write_checkpoint(tmp_path / "m", QWEN2 | {"vocab_size": 323})
-    model = Exported(tmp_path / "m", export(tmp_path / "m", tmp_path / "out", layout="cpu").folder, "f32")
+    model = Exported(
+        tmp_path / "m", export(tmp_path / "m", tmp_path / "out", weights_order="panels").folder, "f32"
+    )
     own, ids = runner(model), np.array([[322, 320, 5, 321, 322]])
     cache = own.new_cache()
     found = own.prefill(cache, ids)
     assert found.shape == (1, 323)
     assert_close(found[0], model.wanted(ids[0])[-1], F32)
-    assert all(
-        finding.ok for finding in check_export(model.folder, against=str(tmp_path / "m"), provider="cpu")
-    )
+    findings = check_export(model.folder, SessionOptions(provider="cpu"), against=str(tmp_path / "m"))
+    assert all(finding.ok for finding in findings)
 
 
 def test_scores_and_greedy_choose_as_plain_decoding_does(exported: Export) -> None:
-    """A graph of this layout that is missing, or that was made of other matrices."""
-    model = exported("qwen2", "f32", layout="cpu")
+    """The score and greedy graphs are of the same matrices."""
+    model = exported("qwen2", "f32", weights_order="panels")
     plain, ids = runner(model), IDS[:1, :20]
     scorer = plain.scorer()
     assert scorer is not plain
@@ -184,8 +190,8 @@ def test_scores_and_greedy_choose_as_plain_decoding_does(exported: Export) -> No
 
 
 def test_speculation_gives_the_ids_of_plain_greedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of one token and of several that round otherwise than the margin says."""
-    folder = export("tiny", tmp_path / "out", layout="cpu").folder
+    """Products of one token and of several differ by less than the margin that speculation leaves."""
+    folder = export("tiny", tmp_path / "out", weights_order="panels").folder
     plain, speculating = (load(folder, provider="cpu", threads=1, speculate=on) for on in (False, True))
     rng = np.random.default_rng(5)
     prompts = [(rng.integers(0, 2000, int(n)).tolist() * 3)[:40] for n in rng.integers(2, 30, 16)]
@@ -204,7 +210,9 @@ def test_speculation_gives_the_ids_of_plain_greedy(tmp_path: Path, monkeypatch: 
 
 def test_the_context_grows_past_the_first_cache(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", QWEN2 | {"max_position_embeddings": 1200})
-    model = Exported(tmp_path / "m", export(tmp_path / "m", tmp_path / "out", layout="cpu").folder, "f32")
+    model = Exported(
+        tmp_path / "m", export(tmp_path / "m", tmp_path / "out", weights_order="panels").folder, "f32"
+    )
     ids = np.random.default_rng(5).integers(0, 320, (1, 700))
     own = runner(model)
     cache = own.new_cache()
@@ -218,8 +226,8 @@ def test_the_context_grows_past_the_first_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["disabled", "basic", "extended", "all"])
 def test_every_optimization_level_gives_the_same(level: str, exported: Export) -> None:
-    """ONNX Runtime's own rewriting for these operators taking ours for its own."""
-    model = exported("qwen2", "f32", layout="cpu")
+    """ONNX Runtime rewrites convolutions into these operators itself, and leaves ours as they are."""
+    model = exported("qwen2", "f32", weights_order="panels")
     own = runner(model, optimization_level=level)
     cache = own.new_cache()
     found = [own.prefill(cache, IDS[:1, :30]), own.decode(cache, IDS[:1, 30:31])]
@@ -227,7 +235,7 @@ def test_every_optimization_level_gives_the_same(level: str, exported: Export) -
 
 
 def test_threads_share_the_work(exported: Export) -> None:
-    model = exported("qwen2", "f32", layout="cpu")
+    model = exported("qwen2", "f32", weights_order="panels")
     found = []
     for threads in (1, 2, 5):
         own = runner(model, threads=threads)
@@ -237,8 +245,8 @@ def test_threads_share_the_work(exported: Export) -> None:
 
 
 def test_prepacking_changes_nothing(exported: Export) -> None:
-    """Panels are the kernel's own order: there is nothing to be copied."""
-    model = exported("qwen2", "f32", layout="cpu")
+    """Panels are the kernels' own order, so that nothing is left to be packed."""
+    model = exported("qwen2", "f32", weights_order="panels")
     found = [
         own.prefill(own.new_cache(), IDS[:1, :50])
         for own in (runner(model, prepack=True), runner(model, prepack=False))
@@ -247,11 +255,21 @@ def test_prepacking_changes_nothing(exported: Export) -> None:
 
 
 def test_every_size_has_a_number_or_a_name(in_this_order: Path) -> None:
-    """As test_graph_files of the other layouts."""
+    """As test_graph_files has it of other exports."""
     for graph in read_manifest(in_this_order).graphs:
         proto = onnx.load(in_this_order / graph.file, load_external_data=False).graph
         sizes = [dim for value in proto.value_info for dim in value.type.tensor_type.shape.dim]
         assert all(dim.dim_param or dim.dim_value for dim in sizes), graph.file
+
+
+@pytest.mark.parametrize("spelled", [("--weights-order", "panels"), ("--layout", "cpu")])
+def test_an_option_asks_for_panels_in_both_spellings(
+    spelled: tuple[str, str], checkpoint: Path, in_this_order: Path, tmp_path: Path
+) -> None:
+    """`--layout cpu` is the older one; the files are the same."""
+    assert command("export", checkpoint, tmp_path / "out", *spelled).code == 0
+    made, wanted = read_manifest(tmp_path / "out"), read_manifest(in_this_order)
+    assert (made.layout, made.panel_rows, made.files) == ("plain", wanted.panel_rows, wanted.files)
 
 
 # Which processor.
@@ -263,9 +281,9 @@ class Processor:
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
-    def run(self, names: list[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    def run(self, names: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
         assert names == [contract.PROBE_Y]
-        x, panels = feeds[PROBE_X].ravel(), feeds[PROBE_WEIGHT].ravel()
+        x, panels = inputs[PROBE_X].ravel(), inputs[PROBE_WEIGHT].ravel()
         if not self.rows:
             return [np.zeros((1, 16, 1, 1), np.float32)]
         weight = panels.reshape(16 // self.rows, 16, self.rows).swapaxes(1, 2).reshape(16, 16)
@@ -279,12 +297,12 @@ def test_the_probe_tells_processors_apart(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 4])
 def test_the_probe_knows_no_other_processor(rows: int) -> None:
-    """A guess, where the products would be wrong."""
+    """Panels of other sizes are no panels to it."""
     assert panel_rows(Processor(rows)) is None
 
 
 def test_the_probe_agrees_with_the_processors_flags(in_this_order: Path) -> None:
-    """The same answer by another way, where the system tells it."""
+    """Where the system lists the processor's instructions, they give the same number."""
     flags = Path("/proc/cpuinfo")
     if not flags.exists():
         pytest.skip("the system does not say what the processor can")
@@ -294,19 +312,19 @@ def test_the_probe_agrees_with_the_processors_flags(in_this_order: Path) -> None
 
 
 def test_an_export_of_another_processor_is_refused(in_this_order: Path, tmp_path: Path) -> None:
-    """Wrong numbers, and nobody says so: the operator cannot know what order the matrix is in."""
+    """The operator cannot know what order a matrix is in, and would compute with wrong numbers."""
     manifest = read_manifest(in_this_order)
     other = 24 - (manifest.panel_rows or 0)
     folder = shutil.copytree(in_this_order, tmp_path / "moved")
     write_manifest(folder, dataclasses.replace(manifest, panel_rows=other))
-    line = refused(Runner, folder, ON_CPU, mentions=(folder, f"panels of {other} rows", "--layout cpu"))
+    line = refused(Runner, folder, ON_CPU, mentions=(folder, f"panels of {other} rows", ASKED))
     assert f"take panels of {manifest.panel_rows}" in line
     ran = command("run", folder, "--prompt-ids", "1,2")
-    assert ran.error.endswith("without --layout cpu")
+    assert ran.error.endswith("without --weights-order panels")
 
 
 def test_a_probe_that_is_another_graph_is_one_line(in_this_order: Path, tmp_path: Path) -> None:
-    """A traceback of ONNX Runtime's, for one word in a manifest."""
+    """The manifest may name another graph as its probe."""
     folder = shutil.copytree(in_this_order, tmp_path / "moved")
     manifest = read_manifest(folder)
     graphs = [
@@ -318,7 +336,7 @@ def test_a_probe_that_is_another_graph_is_one_line(in_this_order: Path, tmp_path
 
 
 def test_another_processors_damaged_export_is_none_for_this_one(in_this_order: Path, tmp_path: Path) -> None:
-    """A cache that machines share: nothing runs until somebody removes it."""
+    """In a cache that machines share, the next export is looked for."""
     folder = shutil.copytree(in_this_order, tmp_path / "moved")
     (folder / "probe.onnx").write_bytes(b"")
     assert not panels.suits_processor(folder, read_manifest(folder))
@@ -328,15 +346,15 @@ def test_another_processors_damaged_export_is_none_for_this_one(in_this_order: P
 def test_panels_of_another_dtype_are_malformed(in_this_order: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(in_this_order, tmp_path / "moved")
     write_manifest(folder, dataclasses.replace(read_manifest(folder), dtype="bf16"))
-    refused(read_manifest, folder, mentions=("layout cpu is in bf16",))
+    refused(read_manifest, folder, mentions=("in panels and in bf16",))
 
 
 def test_another_kind_of_machine_cannot_export_it(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels called that were never tried there."""
+    """On other processors these kernels were never tried."""
     monkeypatch.setattr(panel_sizes.platform, "machine", lambda: "riscv64")
-    refused(export, checkpoint, tmp_path / "out", layout="cpu", mentions=("riscv64", "--layout cpu"))
+    refused_in_panels(checkpoint, tmp_path, "riscv64", ASKED)
     assert not (tmp_path / "out").exists()
 
 
@@ -344,18 +362,18 @@ def test_a_processor_without_such_kernels_cannot_export_it(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(panel_sizes, "panel_rows", lambda probe: None)
-    refused(export, checkpoint, tmp_path / "out", layout="cpu", mentions=("--layout cpu",))
+    refused_in_panels(checkpoint, tmp_path, ASKED)
 
 
 def test_only_the_cpu_runs_it(in_this_order: Path) -> None:
-    refused(Runner, in_this_order, SessionOptions("cuda"))
-    assert Runner(in_this_order, SessionOptions("auto")).provider == "cpu"
+    refused(Runner, in_this_order, SessionOptions(provider="cuda"))
+    assert Runner(in_this_order, SessionOptions(provider="auto")).provider == "cpu"
 
 
 def test_an_export_without_panels_is_not_probed(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session more at each start."""
+    """Other exports open no session for it."""
     opened: list[Path] = []
-    original = steps.open_session
+    original = open_graph.open_session
 
     def watched(path: Path, *arguments: Any, **options: Any) -> Any:
         opened.append(path)
@@ -364,7 +382,7 @@ def test_an_export_without_panels_is_not_probed(exported: Export, monkeypatch: p
     monkeypatch.setattr("qwen_onnx.runners.runtime.panels.open_session", watched)
     Runner(exported("qwen2").folder, ON_CPU)
     assert opened == []
-    Runner(exported("qwen2", "f32", layout="cpu").folder, ON_CPU)
+    Runner(exported("qwen2", "f32", weights_order="panels").folder, ON_CPU)
     assert [path.name for path in opened] == ["probe.onnx"]
 
 
@@ -384,45 +402,45 @@ def probe_finds(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 def test_run_makes_what_suits_this_processor(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slow export where the fast one could be; or one that a GPU cannot run, where that was asked for."""
+    """On a CPU the export in panels, for CUDA and other dtypes the plain one."""
     probe_finds(monkeypatch, 16)
     run = ("run", checkpoint, "--prompt-ids", "1,2", "--max-new-tokens", 3, "--cache-dir", tmp_path / "cache")
     first = command(*run, "--provider", "cpu")
-    assert (first.code, cached(tmp_path / "cache")) == (0, ["f32-cpu16"])
+    assert (first.code, cached(tmp_path / "cache")) == (0, ["f32-panels16"])
     again = command(*run, "--provider", "cpu")
     assert (again.code, again.out) == (0, first.out)
     assert "exporting" not in again.err
-    monkeypatch.setattr(running, "verify_provider", lambda *arguments: None)  # as if there were a GPU
+    monkeypatch.setattr(cli_run, "verify_provider", lambda *arguments: None)  # as if there were a GPU
     assert command(*run, "--provider", "cuda", "--dtype", "f32").code == 1
-    assert cached(tmp_path / "cache") == ["f32", "f32-cpu16"]
+    assert cached(tmp_path / "cache") == ["f32", "f32-panels16"]
     command(*run, "--provider", "cpu", "--dtype", "int8")
-    assert cached(tmp_path / "cache") == ["f32", "f32-cpu16", "int8"]
+    assert cached(tmp_path / "cache") == ["f32", "f32-panels16", "int8"]
 
 
 def test_run_leaves_another_processors_export_alone(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A home folder that machines share: an error on the one whose export was not the first."""
+    """In a home folder that machines share, each of them runs what suits it."""
     run = ("run", checkpoint, "--prompt-ids", "1,2", "--max-new-tokens", 3, "--cache-dir", tmp_path / "cache")
     with monkeypatch.context() as other:
         probe_finds(other, 16)
         assert command(*run, "--provider", "cpu").code == 0
     probe_finds(monkeypatch, 8)
     ran = command(*run, "--provider", "cpu")
-    assert (ran.code, cached(tmp_path / "cache")) == (0, ["f32", "f32-cpu16"])
+    assert (ran.code, cached(tmp_path / "cache")) == (0, ["f32", "f32-panels16"])
 
 
 def test_run_goes_on_beside_a_damaged_export(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error that only who knows the cache can get out of."""
+    """It makes a plain export beside it."""
     probe_finds(monkeypatch, 16)
     run = ("run", checkpoint, "--prompt-ids", "1,2", "--max-new-tokens", 3, "--cache-dir", tmp_path / "cache")
     assert command(*run, "--provider", "cpu").code == 0
     (made,) = (tmp_path / "cache").iterdir()
     (made / "probe.onnx").write_bytes(b"")
     ran = command(*run, "--provider", "cpu")
-    assert (ran.code, cached(tmp_path / "cache")) == (0, ["f32", "f32-cpu16"])
+    assert (ran.code, cached(tmp_path / "cache")) == (0, ["f32", "f32-panels16"])
 
 
 def test_run_makes_a_plain_export_where_panels_do_not_fit(tmp_path: Path) -> None:
@@ -439,21 +457,16 @@ def test_run_makes_a_plain_export_where_panels_do_not_fit(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "int8", "int4"])
 def test_other_dtypes_are_refused(checkpoint: Path, tmp_path: Path, dtype: str) -> None:
-    refused(
-        export,
-        checkpoint,
-        tmp_path / "out",
-        dtype=dtype,
-        layout="cpu",
-        mentions=("--layout cpu", "f32", dtype),
-    )
+    refused_in_panels(checkpoint, tmp_path, ASKED, "f32", dtype, dtype=dtype)
 
 
 def test_portable_and_linked_exports_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    refused(export, checkpoint, tmp_path / "out", target="portable", layout="cpu", mentions=("--layout cpu",))
-    refused(
-        export, checkpoint, tmp_path / "out", link=True, layout="cpu", mentions=("--link", "--layout cpu")
-    )
+    for options, mentions in (
+        ({"target": "portable"}, (ASKED,)),
+        ({"layout": "optimum"}, (ASKED,)),
+        ({"link": True}, ("--link", ASKED)),
+    ):
+        refused_in_panels(checkpoint, tmp_path, *mentions, **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -469,17 +482,17 @@ def test_portable_and_linked_exports_are_refused(checkpoint: Path, tmp_path: Pat
     ],
 )
 def test_sizes_that_fill_no_panel_are_refused(tmp_path: Path, name: str, sizes: dict[str, int]) -> None:
-    """A panel that begins in one matrix and ends in the next."""
+    """No panel holds rows of two matrices; a plain export is possible."""
     raw = QWEN2 | sizes
     write_checkpoint(tmp_path / "m", raw)
-    refused(export, tmp_path / "m", tmp_path / "out", layout="cpu", mentions=(name, "--layout cpu"))
+    refused_in_panels(tmp_path / "m", tmp_path, name, ASKED)
     export(tmp_path / "m", tmp_path / "plain")
 
 
 def test_check_finds_a_number_that_was_changed(checkpoint: Path, tmp_path: Path) -> None:
-    """Panels that nobody compares with the checkpoint."""
-    folder = export(checkpoint, tmp_path / "out", layout="cpu").folder
-    findings = list(check_export(folder, against=str(checkpoint), provider="cpu"))
+    """`check` compares panels with the checkpoint, bit for bit."""
+    folder = export(checkpoint, tmp_path / "out", weights_order="panels").folder
+    findings = list(check_export(folder, SessionOptions(provider="cpu"), against=str(checkpoint)))
     assert all(finding.ok for finding in findings)
     path, place = (
         folder / WEIGHTS_FILE,
@@ -491,14 +504,14 @@ def test_check_finds_a_number_that_was_changed(checkpoint: Path, tmp_path: Path)
     manifest = read_manifest(folder)
     manifest.files[WEIGHTS_FILE], manifest.samples[WEIGHTS_FILE] = hash_file(path), sample(path)
     write_manifest(folder, manifest)
-    findings = list(check_export(folder, against=str(checkpoint), provider="cpu"))
+    findings = list(check_export(folder, SessionOptions(provider="cpu"), against=str(checkpoint)))
     assert [f.text.split(":")[1].split()[0] for f in findings if not f.ok] == [
         "model.layers.1.mlp.down_proj.weight"
     ]
 
 
-def test_info_says_what_it_is_for(in_this_order: Path) -> None:
-    ran = command("info", in_this_order)
+def test_info_names_the_processors_it_is_for(in_this_order: Path) -> None:
+    ran = command("info", in_this_order, "--graphs")
     rows = read_manifest(in_this_order).panel_rows
-    assert f"laid out for cpu, panels of {rows} rows" in ran.out
+    assert f"panels of {rows} rows" in ran.out
     assert ran.out.count(f"only on processors for which probe.onnx finds panels of {rows} rows") == 5

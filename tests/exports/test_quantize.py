@@ -1,4 +1,4 @@
-"""Block quantisation: the bytes as ONNX Runtime's own kernels read them, the error per block, and what is refused."""
+"""Block quantization: the bytes as ONNX Runtime's own kernels read them, the error per block, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from qwen_onnx.contract.quant import BLOCK_SIZES, QuantConfig
 from qwen_onnx.errors import UserError
-from qwen_onnx.exports.quantize import BLOCK_SIZES, Scheme, dequantise, quantise
+from qwen_onnx.exports.quantize import dequantize, quantize
 
-SCHEMES = [Scheme(bits, size) for bits in (4, 8) for size in BLOCK_SIZES]
+QUANTS = [QuantConfig(bits, size) for bits in (4, 8) for size in BLOCK_SIZES]
 ROWS = 24
 
-any_scheme = pytest.mark.parametrize(
-    "scheme", SCHEMES, ids=lambda scheme: f"{scheme.bits}x{scheme.block_size}"
-)
+any_quant = pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: f"{quant.bits}x{quant.block_size}")
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -33,44 +32,44 @@ def heavy(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_t(4, shape).astype(np.float32)
 
 
-def codes_of(packed: np.ndarray, scheme: Scheme) -> np.ndarray:
+def codes_of(packed: np.ndarray, quant: QuantConfig) -> np.ndarray:
     """Code by code, as the operators' documentation says it: less the zero point, [n, padded columns]."""
     codes = packed.astype(int)
-    if scheme.bits == 4:
+    if quant.bits == 4:
         codes = np.array([[half for byte in row for half in (byte % 16, byte // 16)] for row in codes])
-    return codes - scheme.zero_point
+    return codes - quant.zero_point
 
 
-def in_blocks(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
+def in_blocks(rows: np.ndarray, quant: QuantConfig) -> np.ndarray:
     """f64 [n, blocks, block_size], zeros appended."""
     n, columns = rows.shape
-    padded = np.zeros((n, scheme.blocks(columns) * scheme.block_size))
+    padded = np.zeros((n, quant.blocks(columns) * quant.block_size))
     padded[:, :columns] = rows
-    return padded.reshape(n, -1, scheme.block_size)
+    return padded.reshape(n, -1, quant.block_size)
 
 
-def plain_errors(rows: np.ndarray, scheme: Scheme) -> list[np.ndarray]:
+def plain_errors(rows: np.ndarray, quant: QuantConfig) -> list[np.ndarray]:
     """Norms of the errors, [n, blocks], of rounding by max|x| and by the extreme on the lowest code."""
-    blocks = in_blocks(rows, scheme)
+    blocks = in_blocks(rows, quant)
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., np.newaxis], -1)
     errors = []
-    for steps in (scheme.zero_point - 1, -scheme.zero_point):
-        scale = np.where(extreme, extreme, 1) / steps
-        rounded = np.clip(np.rint(blocks / scale), -scheme.zero_point, scheme.zero_point - 1)
+    for reach in (quant.zero_point - 1, -quant.zero_point):
+        scale = np.where(extreme, extreme, 1) / reach
+        rounded = np.clip(np.rint(blocks / scale), -quant.zero_point, quant.zero_point - 1)
         errors.append(np.linalg.norm(blocks - rounded * scale, axis=-1))
     return errors
 
 
-def error_of(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
+def error_of(rows: np.ndarray, quant: QuantConfig) -> np.ndarray:
     """Norm of the error of each block, [n, blocks]."""
-    read = dequantise(*quantise(rows, scheme), rows.shape[1], scheme)
-    return np.linalg.norm(in_blocks(rows, scheme) - in_blocks(read, scheme), axis=-1)
+    read = dequantize(*quantize(rows, quant), rows.shape[1], quant)
+    return np.linalg.norm(in_blocks(rows, quant) - in_blocks(read, quant), axis=-1)
 
 
 def run(
     folder: Path,
     nodes: list[onnx.NodeProto],
-    feeds: dict[str, np.ndarray],
+    inputs: dict[str, np.ndarray],
     stored: dict[str, tuple[Any, ...]],
 ) -> list[np.ndarray]:
     """All of the nodes' outputs. `stored`: initializers in a file, as (array, dims); an array is written once."""
@@ -90,22 +89,22 @@ def run(
             for key, value in (("location", "weights"), ("offset", offset), ("length", length)):
                 tensor.external_data.add(key=key, value=str(value))
             initializers.append(tensor)
-    inputs = [
+    declared = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-        for name, value in feeds.items()
+        for name, value in inputs.items()
     ]
     outputs = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for node in nodes for name in node.output
     ]
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    graph = helper.make_graph(nodes, "quantised", inputs, outputs, initializers)
+    graph = helper.make_graph(nodes, "quantized", declared, outputs, initializers)
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), str(folder / "model.onnx"))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(
         str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
     )
-    results: list[np.ndarray] = session.run(None, feeds)
+    results: list[np.ndarray] = session.run(None, inputs)
     return results
 
 
@@ -115,66 +114,66 @@ def in_three(packed: np.ndarray, scales: np.ndarray) -> tuple[int, int, int]:
     return n, blocks, packed.shape[1] // blocks
 
 
-def matmul(scheme: Scheme, columns: int, accuracy_level: int) -> onnx.NodeProto:
+def matmul(quant: QuantConfig, columns: int, accuracy_level: int) -> onnx.NodeProto:
     return helper.make_node(
         "MatMulNBits", ["A", "B", "scales"], ["Y"], domain="com.microsoft",
-        K=columns, N=ROWS, bits=scheme.bits, block_size=scheme.block_size, accuracy_level=accuracy_level,
+        K=columns, N=ROWS, bits=quant.bits, block_size=quant.block_size, accuracy_level=accuracy_level,
     )  # fmt: skip
 
 
 def multiplied(
-    folder: Path, scheme: Scheme, rows: np.ndarray, activations: np.ndarray, accuracy_level: int
+    folder: Path, quant: QuantConfig, rows: np.ndarray, activations: np.ndarray, accuracy_level: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """activations @ rows.T by MatMulNBits, and the rows that are in its initializers."""
     columns = rows.shape[1]
-    packed, scales = quantise(rows, scheme)
+    packed, scales = quantize(rows, quant)
     stored = {"B": (packed, in_three(packed, scales)), "scales": (scales, scales.shape)}
-    [result] = run(folder, [matmul(scheme, columns, accuracy_level)], {"A": activations}, stored)
-    return result, dequantise(packed, scales, columns, scheme)
+    [result] = run(folder, [matmul(quant, columns, accuracy_level)], {"A": activations}, stored)
+    return result, dequantize(packed, scales, columns, quant)
 
 
-@any_scheme
+@any_quant
 @pytest.mark.parametrize("columns", [256, 200, 7])
-def test_matmulnbits_reads_what_dequantise_reads(scheme: Scheme, columns: int, tmp_path: Path) -> None:
-    """Halves of a byte swapped, another zero point, blocks or scales in another order, padding that counts."""
-    result, read = multiplied(tmp_path, scheme, normal(ROWS, columns), np.eye(columns, dtype=np.float32), 0)
+def test_matmulnbits_reads_what_dequantize_reads(quant: QuantConfig, columns: int, tmp_path: Path) -> None:
+    """The order of halves, blocks and scales, the zero point and padding are the same on both sides."""
+    result, read = multiplied(tmp_path, quant, normal(ROWS, columns), np.eye(columns, dtype=np.float32), 0)
     np.testing.assert_array_equal(result.T, read)
 
 
-@any_scheme
+@any_quant
 @pytest.mark.parametrize("columns", [256, 200])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_fast_matmulnbits_differs_by_its_rounding_of_activations(
-    scheme: Scheme, columns: int, tokens: int, tmp_path: Path
+    quant: QuantConfig, columns: int, tokens: int, tmp_path: Path
 ) -> None:
-    """Accuracy level 4 multiplies integers by kernels of its own: a layout they alone take otherwise."""
+    """Accuracy level 4 has kernels of its own, which multiply integers: they read the same bytes."""
     activations = normal(tokens, columns, seed=1)
-    result, read = multiplied(tmp_path, scheme, normal(ROWS, columns), activations, 4)
+    result, read = multiplied(tmp_path, quant, normal(ROWS, columns), activations, 4)
     wanted = activations.astype(np.float64) @ read.astype(np.float64).T
     # Each block of activations is rounded to a 127th of its largest; 0.8 % was seen.
     assert np.linalg.norm(result - wanted) < 0.02 * np.linalg.norm(wanted)
     # Activations of 0 and 1 are not rounded at all.
-    result, read = multiplied(tmp_path, scheme, normal(ROWS, columns), np.eye(columns, dtype=np.float32), 4)
+    result, read = multiplied(tmp_path, quant, normal(ROWS, columns), np.eye(columns, dtype=np.float32), 4)
     np.testing.assert_allclose(result.T, read, rtol=1e-6, atol=1e-6 * np.abs(read).max())
 
 
-@any_scheme
-def test_largest_codes_do_not_saturate_the_fast_kernels(scheme: Scheme, tmp_path: Path) -> None:
-    """Pairs of 8-bit products added in 16 bits: wrong sums, and only where codes and activations are large."""
+@any_quant
+def test_largest_codes_do_not_saturate_the_fast_kernels(quant: QuantConfig, tmp_path: Path) -> None:
+    """Sums are right for large codes and activations too, where pairs of products are added in 16 bits."""
     rows = np.where(normal(ROWS, 256) < -1.5, -1, 1).astype(np.float32)
     activations = np.ones((4, 256), np.float32)
-    result, read = multiplied(tmp_path, scheme, rows, activations, 4)
+    result, read = multiplied(tmp_path, quant, rows, activations, 4)
     np.testing.assert_allclose(result, activations @ read.T, rtol=1e-5)
 
 
-@any_scheme
-def test_embedding_and_head_share_the_bytes(scheme: Scheme, tmp_path: Path) -> None:
-    """Tied weights stored twice, or a gather that reads the file's bytes otherwise than the product does."""
-    packed, scales = quantise(heavy(ROWS, 256), scheme)
-    read = dequantise(packed, scales, 256, scheme)
+@any_quant
+def test_embedding_and_head_share_the_bytes(quant: QuantConfig, tmp_path: Path) -> None:
+    """Tied weights are stored once: the gather reads from the file's bytes what the product reads."""
+    packed, scales = quantize(heavy(ROWS, 256), quant)
+    read = dequantize(packed, scales, 256, quant)
     gather = helper.make_node(
         "GatherBlockQuantized", ["data", "ids", "scales"], ["E"], domain="com.microsoft",
-        gather_axis=0, quantize_axis=1, bits=scheme.bits, block_size=scheme.block_size,
+        gather_axis=0, quantize_axis=1, bits=quant.bits, block_size=quant.block_size,
     )  # fmt: skip
     stored = {
         "B": (packed, in_three(packed, scales)),
@@ -182,29 +181,27 @@ def test_embedding_and_head_share_the_bytes(scheme: Scheme, tmp_path: Path) -> N
         "scales": (scales, scales.shape),
     }
     ids = np.array([[3, 0, ROWS - 1], [3, 7, 1]])
-    feeds = {"A": np.eye(256, dtype=np.float32), "ids": ids}
-    product, gathered = run(tmp_path, [matmul(scheme, 256, 0), gather], feeds, stored)
+    inputs = {"A": np.eye(256, dtype=np.float32), "ids": ids}
+    product, gathered = run(tmp_path, [matmul(quant, 256, 0), gather], inputs, stored)
     np.testing.assert_array_equal(gathered, read[ids])
     np.testing.assert_array_equal(product.T, read)
     assert (tmp_path / "weights").stat().st_size < packed.nbytes + scales.nbytes + 8192
 
 
-@any_scheme
+@any_quant
 @pytest.mark.parametrize("columns", [1, 7, 128, 200, 333])
-def test_codes_and_padding(scheme: Scheme, columns: int) -> None:
-    """Codes that wrapped around, shapes that the operators refuse, padding that is not worth 0."""
+def test_codes_and_padding(quant: QuantConfig, columns: int) -> None:
+    """Shapes are those of the operators, no code wraps around, and padding is worth 0."""
     rows = heavy(5, columns)
-    packed, scales = quantise(rows, scheme)
-    blocks = -(-columns // scheme.block_size)
+    packed, scales = quantize(rows, quant)
+    blocks = -(-columns // quant.block_size)
     assert (packed.dtype, scales.dtype) == (np.uint8, np.float32)
-    assert (
-        packed.shape == (5, scheme.row_bytes(columns)) == (5, blocks * scheme.block_size * scheme.bits // 8)
-    )
+    assert packed.shape == (5, quant.row_bytes(columns)) == (5, blocks * quant.block_size * quant.bits // 8)
     assert scales.shape == (5, blocks)
-    codes = codes_of(packed, scheme)
+    codes = codes_of(packed, quant)
     assert not codes[:, columns:].any()
-    by_hand = (codes * np.repeat(scales.astype(np.float64), scheme.block_size, axis=1))[:, :columns]
-    np.testing.assert_allclose(dequantise(packed, scales, columns, scheme), by_hand, rtol=1e-6)
+    by_hand = (codes * np.repeat(scales.astype(np.float64), quant.block_size, axis=1))[:, :columns]
+    np.testing.assert_allclose(dequantize(packed, scales, columns, quant), by_hand, rtol=1e-6)
     assert (rows * by_hand >= 0).all()  # a code that wraps around changes its sign
 
 
@@ -217,26 +214,26 @@ def magnitudes() -> st.SearchStrategy[float]:
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_no_block_is_worse_than_rounded_plainly(data: st.DataObject) -> None:
-    """A search that prefers a worse scale, or a fit that overflows, vanishes or cancels for some block."""
-    scheme = data.draw(st.sampled_from(SCHEMES))
-    columns = data.draw(st.integers(1, 2 * scheme.block_size + 1))
+    """Whatever the sizes of its numbers, the scale that is found is no worse than the two plain ones."""
+    quant = data.draw(st.sampled_from(QUANTS))
+    columns = data.draw(st.integers(1, 2 * quant.block_size + 1))
     values = data.draw(st.lists(magnitudes(), min_size=1, max_size=40))
     seed = data.draw(st.integers(0, 2**32 - 1))
     rows = np.random.default_rng(seed).choice(np.array(values, np.float32), (3, columns))
     # A scale and a product are f32 numbers: the slack is their last digit.
-    slack = 2e-7 * np.linalg.norm(in_blocks(rows, scheme), axis=-1)
-    error = error_of(rows, scheme)
-    for plain in plain_errors(rows, scheme):
+    slack = 2e-7 * np.linalg.norm(in_blocks(rows, quant), axis=-1)
+    error = error_of(rows, quant)
+    for plain in plain_errors(rows, quant):
         assert (error <= plain * (1 + 1e-5) + slack).all()
 
 
 @pytest.mark.parametrize("draw", [normal, heavy])
-@any_scheme
-def test_no_block_of_many_is_worse(scheme: Scheme, draw: Any) -> None:
-    """The same in blocks as weights are: errors told apart by f32 sums that cannot, with 8 bits above all."""
+@any_quant
+def test_no_block_of_many_is_worse(quant: QuantConfig, draw: Any) -> None:
+    """The same for numbers as weights are, where with 8 bits the errors compared are closer than f32 sums of them."""
     rows = draw(64, 1024)
-    for plain in plain_errors(rows, scheme):
-        assert (error_of(rows, scheme) <= plain * (1 + 1e-4)).all()
+    for plain in plain_errors(rows, quant):
+        assert (error_of(rows, quant) <= plain * (1 + 1e-4)).all()
 
 
 @pytest.mark.parametrize(
@@ -245,103 +242,101 @@ def test_no_block_of_many_is_worse(scheme: Scheme, draw: Any) -> None:
      (8, 32, normal, 0.11), (8, 128, normal, 0.05)],
 )  # fmt: skip
 def test_squared_error_is_well_below_plain_rounding(bits: int, size: int, draw: Any, gain: float) -> None:
-    """A search that costs its time and gains nothing."""
-    scheme, rows = Scheme(bits, size), draw(256, 1024)
-    by_maximum = plain_errors(rows, scheme)[0]
-    assert (error_of(rows, scheme) ** 2).sum() < (1 - gain) * (by_maximum**2).sum()
+    """The search gains what its time costs."""
+    quant, rows = QuantConfig(bits, size), draw(256, 1024)
+    by_maximum = plain_errors(rows, quant)[0]
+    assert (error_of(rows, quant) ** 2).sum() < (1 - gain) * (by_maximum**2).sum()
 
 
 @pytest.mark.parametrize("size", BLOCK_SIZES)
 def test_squared_error_is_near_the_least_of_any_scale(size: int) -> None:
-    """Steps tried that miss where the least error mostly is."""
-    scheme, rows = Scheme(4, size), normal(32, 1024)
-    blocks = in_blocks(rows, scheme)
+    """The few scales that are tried come near to the best of many."""
+    quant, rows = QuantConfig(4, size), normal(32, 1024)
+    blocks = in_blocks(rows, quant)
     extreme = np.abs(blocks).max(-1, keepdims=True)
     least = np.full(blocks.shape[:2], np.inf)
-    for steps in np.concatenate([np.arange(5, 14, 0.1), -np.arange(5, 14, 0.1)]):
-        codes = np.clip(np.rint(blocks / extreme * steps), -8, 7)
+    for reach in np.concatenate([np.arange(5, 14, 0.1), -np.arange(5, 14, 0.1)]):
+        codes = np.clip(np.rint(blocks / extreme * reach), -8, 7)
         scale = (blocks * codes).sum(-1, keepdims=True) / (codes**2).sum(-1, keepdims=True)
         least = np.minimum(least, ((blocks - codes * scale) ** 2).sum(-1))
-    assert (error_of(rows, scheme) ** 2).sum() < 1.03 * least.sum()
+    assert (error_of(rows, quant) ** 2).sum() < 1.03 * least.sum()
 
 
-@any_scheme
-def test_scales_are_the_best_for_their_codes(scheme: Scheme) -> None:
-    """Codes of one step with the scale of another: the fit left out, or codes that moved after it."""
+@any_quant
+def test_scales_are_the_best_for_their_codes(quant: QuantConfig) -> None:
+    """Each scale is the least-squares fit to the codes that are stored with it."""
     rows = heavy(64, 1024)
-    packed, scales = quantise(rows, scheme)
-    codes = codes_of(packed, scheme).reshape(64, -1, scheme.block_size)
-    best = (in_blocks(rows, scheme) * codes).sum(-1) / (codes**2).sum(-1)
+    packed, scales = quantize(rows, quant)
+    codes = codes_of(packed, quant).reshape(64, -1, quant.block_size)
+    best = (in_blocks(rows, quant) * codes).sum(-1) / (codes**2).sum(-1)
     np.testing.assert_allclose(scales, best, rtol=3e-6)
 
 
-@any_scheme
+@any_quant
 @pytest.mark.parametrize("sign", [1, -1])
-def test_blocks_that_have_an_exact_scale(scheme: Scheme, sign: int) -> None:
-    """0 / 0 in a block of zeros; a fit that moves what rounding by the extreme reads back to the last bit."""
-    size = scheme.block_size
+def test_blocks_that_have_an_exact_scale(quant: QuantConfig, sign: int) -> None:
+    """Blocks of zeros, of one number and of codes are read back as they were."""
+    size = quant.block_size
     rows = np.zeros((4, 3 * size), np.float32)
     rows[1] = 0.3  # constant
     rows[2, [5, size + 1, 3 * size - 1]] = 1.7, 3e-30, 2e30  # one outlier a block
-    ramp = np.arange(-scheme.zero_point, scheme.zero_point)
+    ramp = np.arange(-quant.zero_point, quant.zero_point)
     rows[3] = (
         0.011 * ramp[:: len(ramp) // 16].repeat(3 * size // 16).reshape(16, -1).T.ravel()
     )  # every block on codes
     rows *= np.float32(sign)
-    packed, scales = quantise(rows, scheme)
+    packed, scales = quantize(rows, quant)
     assert np.isfinite(scales).all()
     assert not scales[0].any()
-    assert not codes_of(packed, scheme)[0].any()
-    read = dequantise(packed, scales, rows.shape[1], scheme)
+    assert not codes_of(packed, quant)[0].any()
+    read = dequantize(packed, scales, rows.shape[1], quant)
     np.testing.assert_array_equal(read[:3], rows[:3])
     np.testing.assert_allclose(read[3], rows[3], rtol=3e-7)
 
 
-@any_scheme
-def test_weights_once_quantised_stay_as_they_are(scheme: Scheme) -> None:
-    """Loss on loss, where a checkpoint holds weights that were trained or quantised in such blocks."""
-    codes = np.random.default_rng(0).integers(
-        -scheme.zero_point, scheme.zero_point, (8, 4, scheme.block_size)
-    )
-    codes[..., 0] = -scheme.zero_point
+@any_quant
+def test_weights_once_quantized_stay_as_they_are(quant: QuantConfig) -> None:
+    """Weights that were trained or quantized in such blocks lose nothing more."""
+    codes = np.random.default_rng(0).integers(-quant.zero_point, quant.zero_point, (8, 4, quant.block_size))
+    codes[..., 0] = -quant.zero_point
     scale = np.exp(normal(8, 4, 1))
     rows = (codes * scale).astype(np.float32).reshape(8, -1)
-    packed, scales = quantise(rows, scheme)
-    np.testing.assert_array_equal(codes_of(packed, scheme), codes.reshape(8, -1))
+    packed, scales = quantize(rows, quant)
+    np.testing.assert_array_equal(codes_of(packed, quant), codes.reshape(8, -1))
     np.testing.assert_allclose(scales, scale[..., 0], rtol=3e-7)
 
 
-@any_scheme
-def test_rows_do_not_depend_on_the_rows_beside_them(scheme: Scheme) -> None:
-    """Bytes, and so a sha256, that change with the slices a tensor is converted in; with memory order; run to run."""
+@any_quant
+def test_rows_do_not_depend_on_the_rows_beside_them(quant: QuantConfig) -> None:
+    """The bytes, and so the sha256, do not depend on slices, on memory order or on the run."""
     rows = heavy(1000, 333)
     kept = rows.copy()
-    packed, scales = quantise(rows, scheme)
+    packed, scales = quantize(rows, quant)
     np.testing.assert_array_equal(rows, kept)
     for again in (rows, np.asfortranarray(rows), np.repeat(rows, 2, axis=1)[:, ::2]):
-        np.testing.assert_array_equal(quantise(again, scheme)[0], packed)
+        np.testing.assert_array_equal(quantize(again, quant)[0], packed)
     for part in (slice(0, 1), slice(1, 4), slice(500, 1000)):
-        some = quantise(rows[part], scheme)
+        some = quantize(rows[part], quant)
         np.testing.assert_array_equal(some[0], packed[part])
         np.testing.assert_array_equal(some[1], scales[part])
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
-def test_nothing_to_quantise(shape: tuple[int, int]) -> None:
-    """An empty slice, or a division by no columns."""
-    scheme = Scheme(4, 32)
-    packed, scales = quantise(np.zeros(shape, np.float32), scheme)
+def test_nothing_to_quantize(shape: tuple[int, int]) -> None:
+    """An empty slice, or rows without columns, give nothing."""
+    quant = QuantConfig(4, 32)
+    packed, scales = quantize(np.zeros(shape, np.float32), quant)
     assert (len(packed), packed.size, scales.size) == (shape[0], 0, 0)
 
 
-@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, 128)])
-def test_memory_does_not_grow_with_the_rows(scheme: Scheme) -> None:
-    """Copies of a whole tensor: gigabytes for the embedding of a large model."""
+@pytest.mark.parametrize("quant", [QuantConfig(4, 32), QuantConfig(8, 128)])
+def test_memory_does_not_grow_with_the_rows(quant: QuantConfig) -> None:
+    """No copy of a whole tensor is made, which would be gigabytes for the embedding of a large model."""
 
     def temporary(n: int) -> int:
         rows = np.ones((n, 896), np.float32)
         tracemalloc.start()
-        results = quantise(rows, scheme)
+        results = quantize(rows, quant)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return peak - sum(array.nbytes for array in results)
@@ -353,17 +348,17 @@ def test_memory_does_not_grow_with_the_rows(scheme: Scheme) -> None:
 @pytest.mark.parametrize("place", [(0, 0), (700, 199), (1499, 70)])
 @pytest.mark.filterwarnings("error")
 def test_refuses_what_has_no_scale(value: float, place: tuple[int, int]) -> None:
-    """One NaN that makes a block, and with it every answer, NaN; found in the last piece and in the padded block."""
+    """NaN and infinities are refused wherever they are, in the last piece and in a padded block too."""
     rows = normal(1500, 200)
     rows[place] = value
     with pytest.raises(ValueError, match="NaN or an infinity"):
-        quantise(rows, Scheme(4, 64))
+        quantize(rows, QuantConfig(4, 64))
 
 
 @pytest.mark.parametrize(
     ("bits", "size"), [(3, 32), (2, 32), (16, 32), (4, 8), (4, 24), (4, 0), (8, 256), (4, -16)]
 )
-def test_refuses_other_schemes(bits: int, size: int) -> None:
-    """An export that only ONNX Runtime refuses, when it is run."""
+def test_refuses_other_sizes(bits: int, size: int) -> None:
+    """Bits and block sizes without an operator are refused where they are asked for."""
     with pytest.raises(UserError, match="are supported"):
-        Scheme(bits, size)
+        QuantConfig(bits, size)

@@ -54,7 +54,7 @@ def test_the_configuration_is_what_triton_reads() -> None:
     }
 
 
-def test_the_configuration_says_what_was_chosen() -> None:
+def test_the_configuration_has_what_was_chosen() -> None:
     text = config_pbtxt(name="m", provider="cpu", threads=2, max_context=512, sequences=3)
     assert {name: value["string_value"] for name, value in parsed(text)["parameters"].items()} == {
         "provider": "cpu",
@@ -65,8 +65,8 @@ def test_the_configuration_says_what_was_chosen() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", 'a"', "a/b", "..", "a\nb", "é", "x" * 201])
-def test_names_that_are_none(name: str) -> None:
-    """A repository that Triton does not load, or a model that no URL reaches."""
+def test_names_that_triton_does_not_take(name: str) -> None:
+    """Triton would not load such a repository, or no URL would reach the model."""
     for refuse in (lambda: verify_name(name), lambda: config_pbtxt(name=name)):
         with pytest.raises(UserError, match="no name for a model"):
             refuse()
@@ -103,7 +103,7 @@ def test_the_files_are_those_of_the_package(tmp_path: Path) -> None:
 
 
 def test_the_model_reads_the_inputs_of_the_configuration(serve: Serve) -> None:
-    """An input that is read under another name is one that nobody can give. Outputs: see Asked.rows."""
+    """Every input of config.pbtxt is read, and no other. Of outputs see Asked.rows."""
     server = serve(tiny())
     (asked,) = server.ask({"prompt": HI, "max_new_tokens": 1})
     assert asked.request.asked == {value["name"] for value in server.config["input"]}
@@ -144,7 +144,7 @@ QUESTIONS = [HI, SUM, "Spell stone.", "Capital of Japan?", "Count from 3 to 6."]
 
 @pytest.mark.parametrize("sequences", [1, 2, 8])
 def test_many_at_once_are_as_if_alone(sequences: int, serve: Serve) -> None:
-    """Two answers in one cache; and more requests than there is room for."""
+    """Each has a cache of its own, also where there are more requests than caches."""
     server = serve(tiny(), sequences=sequences)
     asked = server.ask(*({"prompt": text} for text in QUESTIONS))
     for text in reversed(QUESTIONS):
@@ -199,7 +199,7 @@ def cancel_at(count: int) -> Callable[[Asked], None]:
 
 
 def test_a_cancelled_answer_stops_within_a_token(serve: Serve) -> None:
-    """A client that went away and is still computed for; or a slot that is never free again."""
+    """Its cache is free for the next request."""
     server = serve(endless(), sequences=1)
     (asked,) = server.ask({"prompt": HI}, on_send=cancel_at(5))
     assert asked.error == (triton_stub.TritonError.CANCELLED, "cancelled")
@@ -217,9 +217,9 @@ def test_one_that_is_cancelled_does_not_disturb_the_others(serve: Serve) -> None
 
 
 def test_one_that_waits_can_be_cancelled(serve: Serve) -> None:
-    """It is not computed at all, and its client does not wait for an answer that is not its own."""
+    """Nothing is computed for it, and its client does not wait for the answer before it."""
     server = serve(endless(), sequences=1)
-    (running,) = server.ask({"prompt": HI})
+    (long,) = server.ask({"prompt": HI})
     late = Asked(server, {"prompt": SUM}, lambda asked: None)
     caller = threading.Thread(target=server.model.execute, args=([late.request],))
     caller.start()
@@ -229,9 +229,9 @@ def test_one_that_waits_can_be_cancelled(serve: Serve) -> None:
     caller.join(LONG_S)
     assert late.error == (triton_stub.TritonError.CANCELLED, "cancelled")
     assert late.ids == []
-    assert not running.sender.ended.is_set()
-    running.sender.cancelled = True
-    running.wait()
+    assert not long.sender.ended.is_set()
+    long.sender.cancelled = True
+    long.wait()
 
 
 # What cannot be answered.
@@ -265,7 +265,7 @@ def strings(*values: bytes) -> np.ndarray:
 def test_a_wrong_input_is_an_error_of_its_own_request(
     inputs: dict[str, Any], message: str, serve: Serve
 ) -> None:
-    """Raised out of `execute` it would be the error of all requests of the call."""
+    """The other requests of the same call are answered."""
     server = serve(tiny(), sequences=2)
     before, wrong, after = server.ask({"prompt": HI}, inputs, {"prompt": SUM})
     code, line = wrong.error or (None, "")
@@ -280,7 +280,7 @@ def test_a_wrong_input_is_an_error_of_its_own_request(
 
 
 def test_a_client_that_is_lost_harms_nobody(serve: Serve) -> None:
-    """What `send` raises ends the one answer, not the thread that makes them all."""
+    """What `send` raises ends that answer, and not the thread that serves all."""
     server = serve(tiny(), sequences=1)
 
     def fail(asked: Asked) -> None:
@@ -301,7 +301,7 @@ OUT_OF_ORDER = (triton_stub.TritonError.INTERNAL, "RuntimeError: out of order")
 
 
 def test_a_fault_of_ours_is_an_internal_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that makes all answers ends with one of them."""
+    """It ends that answer, and not the thread that serves all."""
     server = serve(tiny(), sequences=1)
     with monkeypatch.context() as patch:
         patch.setattr(server.model._runner, "decode", failing)
@@ -311,8 +311,10 @@ def test_a_fault_of_ours_is_an_internal_error(serve: Serve, monkeypatch: pytest.
     assert_solo(server.ask({"prompt": SUM})[0], tiny(), said(SUM))
 
 
-def test_numbers_that_are_none_are_our_fault_too(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client is told that its request is wrong, when the model is."""
+def test_logits_that_are_no_numbers_are_an_internal_error(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is not called wrong."""
     server = serve(tiny())
 
     def overflows(*arguments: Any) -> Any:
@@ -325,17 +327,17 @@ def test_numbers_that_are_none_are_our_fault_too(serve: Serve, monkeypatch: pyte
 
 
 def test_no_memory_for_another_cache_harms_nobody(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The room of a request that got no cache is lost, until none is left."""
+    """The place of a request that got no cache is free again."""
     server = serve(endless(), sequences=2)
-    (running,) = server.ask({"prompt": HI})
+    (long,) = server.ask({"prompt": HI})
     with monkeypatch.context() as patch:
         patch.setattr(server.module, "Chat", failing)
         for _ in range(3):
             assert server.ask({"prompt": SUM})[0].error == OUT_OF_ORDER
     beside = server.ask({"prompt": SUM, "max_new_tokens": 5})[0].wait()
-    assert not running.sender.ended.is_set(), "the long answer is too short for this test"
-    running.sender.cancelled = True
-    running.wait()
+    assert not long.sender.ended.is_set(), "the long answer is too short for this test"
+    long.sender.cancelled = True
+    long.wait()
     assert_solo(beside, endless(), said(SUM), 5)
 
 
@@ -351,7 +353,7 @@ def refusal(start: Callable[[], Any]) -> str:
     return line
 
 
-def test_what_cannot_be_loaded_is_said_in_a_line(serve: Serve, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_one_line(serve: Serve, tmp_path: Path) -> None:
     write_triton(tmp_path / "empty", name="empty")
     assert "export" in refusal(lambda: Server(tmp_path / "empty"))
     assert "decoupled" in refusal(lambda: serve(tiny(), model_transaction_policy={"decoupled": False}))
@@ -387,7 +389,7 @@ def test_parameters_are_those_of_the_runner(serve: Serve, monkeypatch: pytest.Mo
 
 
 def test_finalize_waits_for_what_runs(serve: Serve) -> None:
-    """An answer that ends in the middle, without a final flag, when the model is unloaded."""
+    """Answers end whole when the model is unloaded."""
     server, gate = serve(endless()), threading.Event()
     asked = server.ask(
         {"prompt": HI, "max_new_tokens": 60},
@@ -412,6 +414,6 @@ def test_finalize_of_an_idle_model_ends(serve: Serve) -> None:
     assert not server.model._worker.is_alive()
 
 
-def test_the_log_says_what_computes(serve: Serve) -> None:
+def test_the_log_names_what_computes(serve: Serve) -> None:
     serve(tiny())
     assert triton_stub.Logger.lines == ["model: cpu, float32"]

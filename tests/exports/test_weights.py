@@ -18,7 +18,8 @@ import safetensors.numpy
 
 from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES, StoredTensor, read_header
 from qwen_onnx.exports import weights
-from qwen_onnx.exports.weights import PAGE, OutputTensor, arrange, converted, places_in, write_safetensors
+from qwen_onnx.exports.weights import OutputTensor, converted
+from qwen_onnx.exports.weights_file import PAGE, arrange, places_in, write_safetensors
 from support.refusals import refused
 
 PAIRS = list(itertools.permutations(FLOAT_DTYPES, 2))
@@ -68,7 +69,7 @@ def cast(values: np.ndarray, dtype: str) -> np.ndarray:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_conversion_is_bit_exact(tmp_path: Path, source: str, target: str) -> None:
-    """Fault: rounding other than to nearest even; subnormals flushed; -0 or infinity lost; a piece's end wrong.
+    """Numbers round to nearest even; subnormals, -0 and infinities are kept, at the end of a piece too.
 
     NaN stays NaN, and its payload is not promised where the type becomes narrower.
     """
@@ -88,7 +89,7 @@ def test_conversion_is_bit_exact(tmp_path: Path, source: str, target: str) -> No
 
 
 def test_bf16_becomes_f32_with_its_nan_payloads(tmp_path: Path) -> None:
-    """Fault: signalling NaNs quietened on the way: the sixteen bits are the upper half, all of them."""
+    """The sixteen bits are the upper half, all of them, of signalling NaNs too."""
     values = samples("BF16")
     found = convert(tmp_path, values, "F32")
     np.testing.assert_array_equal(bits(found), bits(values).astype(np.uint32) << 16)
@@ -96,14 +97,14 @@ def test_bf16_becomes_f32_with_its_nan_payloads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_equal_types_leave_the_bytes_untouched(tmp_path: Path, dtype: str) -> None:
-    """Fault: a NaN's payload or a negative zero changed by a conversion that was not needed."""
+    """NaNs keep their payload, and negative zeros their sign."""
     values = samples(dtype)
     assert b"".join(converted(stored(tmp_path, values), dtype).pieces()) == values.tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 2499, 2500, 2501, 5000, 7499])
 def test_sizes_around_a_piece(tmp_path: Path, size: int) -> None:
-    """Fault: the last piece left out, or filled up, where the size is (not) a multiple of the piece."""
+    """The last piece is whole, whether or not the size is a multiple of a piece."""
     values = np.arange(size, dtype=np.float32)
     for dtype in FLOAT_DTYPES:
         np.testing.assert_array_equal(convert(tmp_path, values, dtype), cast(values, dtype))
@@ -122,7 +123,7 @@ def test_sizes_around_a_piece(tmp_path: Path, size: int) -> None:
 def test_overflow_is_an_error_that_names_file_tensor_and_value(
     tmp_path: Path, source: str, target: str, value: float
 ) -> None:
-    """Fault: infinities exported without a word, and NaN for an answer."""
+    """No finite weight becomes an infinity."""
     values = np.ones(9_000, FLOAT_DTYPES[source])
     values[8_000] = value
     line = refused(convert, tmp_path, values, target, mentions=("source.safetensors", "tensor w"))
@@ -130,14 +131,14 @@ def test_overflow_is_an_error_that_names_file_tensor_and_value(
 
 
 def test_largest_value_below_the_overflow_is_kept(tmp_path: Path) -> None:
-    """Fault: an error for a value that rounds to the largest finite one."""
+    """A value that rounds to the largest finite one is no overflow."""
     largest = np.nextafter(np.float32(65520), np.float32(0))
     assert convert(tmp_path, np.array([largest, -largest], np.float32), "F16").tolist() == [65504, -65504]
 
 
 @pytest.mark.parametrize("left", [20_001, 20_000, 1, 0])
 def test_source_that_shrank_is_an_error(tmp_path: Path, left: int) -> None:
-    """Fault: ValueError where the file now ends inside a number; or a weights file with a hole."""
+    """Also where the file now ends inside a number."""
     tensor = stored(tmp_path, np.ones(30_000, np.float32))
     os.truncate(tensor.file, tensor.offset + left)
     for dtype in ("F32", "F16"):
@@ -146,7 +147,7 @@ def test_source_that_shrank_is_an_error(tmp_path: Path, left: int) -> None:
 
 
 def test_written_file_is_what_the_library_reads(tmp_path: Path) -> None:
-    """Fault: a hole, a header the library refuses, data that is not on a page, a hash of something else."""
+    """Header, places, size and sha256 are those of the file; its data begins on a page, without holes."""
     rng = np.random.default_rng(0)
     shapes = {"a": (64, 32), "b": (3,), "c.ü": (5, 7, 2), "d": (), "e": (4096,)}
     arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -174,7 +175,7 @@ def test_written_file_is_what_the_library_reads(tmp_path: Path) -> None:
 
 
 def test_existing_file_is_never_emptied(tmp_path: Path) -> None:
-    """Fault: a checkpoint's own file, hard-linked under the name of the one to be written, is lost."""
+    """A checkpoint's own file may be hard-linked under the name of the one to be written."""
     tensor = stored(tmp_path, np.ones(9, np.float32))
     before = tensor.file.read_bytes()
     with pytest.raises(FileExistsError):
@@ -183,7 +184,7 @@ def test_existing_file_is_never_emptied(tmp_path: Path) -> None:
 
 
 def test_order_keeps_pages_and_packed_projections() -> None:
-    """Fault: a small norm between matrices moves them all off their pages; q, k and v apart."""
+    """Tensors of whole pages come first, so that a small norm moves none off its page; q, k and v stay together."""
     layer = "model.layers.{}.{}"
     names = [
         layer.format(i, part)

@@ -13,8 +13,8 @@ import pytest
 from onnx import TensorProto
 
 from qwen_onnx import UserError, contract
-from qwen_onnx.manifest import read_manifest
-from qwen_onnx.runners.model import kv_cache
+from qwen_onnx.contract.manifest import read_manifest
+from qwen_onnx.runners.model import buffers
 from qwen_onnx.runners.model.runner import Runner
 from support.chats import endless
 from support.checkpoints import QWEN3_HEAD_DIM_48, write_checkpoint
@@ -24,7 +24,16 @@ from support.cuda.graphs_on_cpu import GREEDY_ON_CPU, addresses
 from support.cuda.graphs_on_cpu import on_cpu as on_cpu
 from support.cuda.graphs_on_cpu import opened as opened_for_cuda
 from support.cuda.kernels import lacking, types_of
-from support.exports import IDS, ON_CPU, DirectCache, Exported, LeftPadded, decode_all
+from support.exports import (
+    IDS,
+    ON_CPU,
+    DirectCache,
+    Exported,
+    LeftPadded,
+    decode_all,
+    past_names,
+    present_names,
+)
 from support.field_runs import exported_as, follow, greedy, opened
 from support.tolerances import EXACT, F32, F32_ORDER, assert_close
 
@@ -43,8 +52,8 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 def test_f1_the_cache_never_crosses_to_the_host(
     kind: str, portable: Exported, exported: Export, on_cpu: Export, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slower with every token: the whole cache to the host and back at each step. Only ids go in, only logits out."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    """In a step only ids go in and only logits come out, however long the cache is."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 16)
     if kind == "growing":
         runner = Runner(portable.folder, ON_CPU)
     elif kind == "device":
@@ -53,14 +62,14 @@ def test_f1_the_cache_never_crosses_to_the_host(
         runner = Runner(exported("qwen3").folder, ON_CPU)
     moved = list[int]()
     value = onnxruntime.OrtValue
-    read, write, made = value.numpy, value.update_inplace, value.ortvalue_from_numpy
+    read, write, from_numpy = value.numpy, value.update_inplace, value.ortvalue_from_numpy
 
-    def reading(own: Any) -> np.ndarray:
+    def noted_read(own: Any) -> np.ndarray:
         assert len(own.shape()) < 4, "a part of the cache was read"
         moved.append(read(own).nbytes)
         return read(own)
 
-    monkeypatch.setattr(value, "numpy", reading)
+    monkeypatch.setattr(value, "numpy", noted_read)
     monkeypatch.setattr(
         value, "update_inplace", lambda own, array: moved.append(array.nbytes) or write(own, array)
     )
@@ -68,7 +77,7 @@ def test_f1_the_cache_never_crosses_to_the_host(
     runner.prefill(cache, IDS[:2, :9])
     decode_all(runner, cache, IDS[:2, 9:30])
     monkeypatch.setattr(
-        value, "ortvalue_from_numpy", lambda array, *to: moved.append(array.nbytes) or made(array, *to)
+        value, "ortvalue_from_numpy", lambda array, *to: moved.append(array.nbytes) or from_numpy(array, *to)
     )
     moved.clear()
     runner.decode(cache, IDS[:2, 30:31])
@@ -79,22 +88,22 @@ def test_f1_the_cache_never_crosses_to_the_host(
 
 
 def test_f2_a_past_of_no_length_can_be_bound(portable: Exported) -> None:
-    """A tensor of no bytes has no address, and binding it failed: by value here, and by its null pointer."""
+    """A tensor of no bytes has no address: it is bound by value, and by a null pointer."""
     session = portable.session("prefill", "portable")
     manifest = portable.manifest
     shape = (1, manifest.num_key_value_heads, 0, manifest.head_dim)
-    feeds = {
+    inputs = {
         contract.INPUT_IDS: IDS[:1, :7],
         contract.ATTENTION_MASK: np.ones((1, 7), np.int64),
         contract.POSITION_IDS: np.arange(7)[None],
     }
     for by_pointer in (False, True):
         binding = session.io_binding()
-        for name, array in feeds.items():
+        for name, array in inputs.items():
             binding.bind_ortvalue_input(
                 name, onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
             )
-        for name in contract.past_names(manifest.num_hidden_layers):
+        for name in past_names(manifest.num_hidden_layers):
             if by_pointer:
                 binding.bind_input(name, "cpu", 0, np.float32, shape, 0)
             else:
@@ -108,7 +117,7 @@ def test_f2_a_past_of_no_length_can_be_bound(portable: Exported) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_f3_bound_runs_are_plain_runs(batch_size: int, exported: Export) -> None:
-    """Right at the first step or at batch 1, wrong after: freed buffers, stale shapes, transposed views."""
+    """Over buffers in place as over new arrays, at every step and batch size, for views of any strides."""
     model, found = exported("qwen3_head_dim_48"), []
     for bound in (True, False):
         batch = LeftPadded(DirectCache(model, batch_size, bound=bound), [0, 2, 1][:batch_size])
@@ -127,8 +136,8 @@ def test_f3_bound_runs_are_plain_runs(batch_size: int, exported: Export) -> None
 def test_f4_addresses_stay_and_ids_are_equal(
     name: str, dtype: str, on_cpu: Export, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first token is right, then repetition: a captured graph reads the addresses of its first step for ever."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 100)
+    """A captured graph reads the addresses of its first step: no step moves what it reads or writes."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 100)
     model = on_cpu(name, dtype)
     host, device = opened_for_cuda(model, ON_CPU), opened_for_cuda(model, GREEDY_ON_CPU)
     for runner in (host, device):
@@ -166,7 +175,7 @@ TAKES_SHAPES = {
 def test_f5_nothing_of_a_decode_step_is_on_the_host(
     name: str, dtype: str, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ "N Memcpy nodes are added": kernels that CUDA lacks, and shapes taken for data."""
+    """Every node has a kernel on CUDA, and what is made of shapes only says how large other tensors are."""
     folder = exported(name, "f32" if dtype == "int4" else dtype).folder
     if dtype == "int4":
         folder = exported_as(exported(name).checkpoint, tmp_path / "out", dtype=dtype)
@@ -192,12 +201,10 @@ def test_f5_nothing_of_a_decode_step_is_on_the_host(
 def test_f6_outputs_of_the_wrong_length_are_refused_and_both_ways_of_binding_agree(
     portable: Exported,
 ) -> None:
-    """A runtime that goes on in other buffers read zeros for earlier tokens. Here both ways."""
+    """A present is written to buffers that are given, or made by ONNX Runtime, and holds all earlier tokens."""
     session, manifest = portable.session("prefill", "portable"), portable.manifest
-    pasts, presents = (
-        contract.past_names(manifest.num_hidden_layers),
-        contract.present_names(manifest.num_hidden_layers),
-    )
+    pasts = past_names(manifest.num_hidden_layers)
+    presents = present_names(manifest.num_hidden_layers)
     heads, size = manifest.num_key_value_heads, manifest.head_dim
     kept: list[Any] = []  # a binding does not keep the arrays that it reads and writes
 
@@ -224,8 +231,8 @@ def test_f6_outputs_of_the_wrong_length_are_refused_and_both_ways_of_binding_agr
                     name, from_numpy(np.full((1, heads, length, size), np.nan, np.float32))
                 )
         session.run_with_iobinding(binding)
-        logits, *made = binding.get_outputs()
-        return logits.numpy()[0, -1], dict(zip(pasts, made, strict=True))
+        logits, *present = binding.get_outputs()
+        return logits.numpy()[0, -1], dict(zip(pasts, present, strict=True))
 
     none = {name: from_numpy(np.zeros((1, heads, 0, size), np.float32)) for name in pasts}
     for given in (True, False):
@@ -240,7 +247,7 @@ def test_f6_outputs_of_the_wrong_length_are_refused_and_both_ways_of_binding_agr
 
 @pytest.mark.parametrize("length", [63, 64, 65, 200])
 def test_f9_prompts_around_the_context(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash or a cryptic error in the middle; max_length that counts the prompt. Both numbers, at once."""
+    """One that leaves no room is refused before any compute, and both numbers are named."""
     ids = np.random.default_rng(length).integers(1, 360, length).tolist()
     chat = opened(endless(), max_context=64)
     if length == 63:
@@ -267,14 +274,14 @@ def test_f9_new_tokens_are_counted_alone() -> None:
 def test_f10_chunks_after_a_prompt_are_the_whole_prompt(
     target: str, portable: Exported, exported: Export
 ) -> None:
-    """Several tokens after a past, wrong or refused: 7, 5 and three single ones are 12 and three."""
+    """7, 5 and three single tokens give the logits of 12 and three."""
     model = portable if target == "portable" else exported("qwen3_head_dim_48")
     follow(model, [7, 5], 3)
     follow(model, [12], 3)
 
 
 def test_f10_a_turn_computes_only_what_is_new_until_history_is_edited() -> None:
-    """Turn N at the cost of a prefill of it all; or an edited history answered from what it was before."""
+    """An edited history is computed anew from where it differs, and answered as a new chat answers it."""
     talk = [{"role": "user", "content": "Hello, dog!"}]
     chat = opened(endless())
     first = list(chat.generate(talk, max_new_tokens=8, ignore_eos=True))

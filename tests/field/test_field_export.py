@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from qwen_onnx.checkpoints.safetensors_file import read_header
-from qwen_onnx.graphs.build import verify
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
+from qwen_onnx.graphs.graph_file import verify
 from qwen_onnx.runners.model.runner import Runner
 from support.chats import write_chat_checkpoint
 from support.checkpoints import QWEN2_14_2, QWEN3, QWEN3_BIAS, write_checkpoint
@@ -41,7 +41,7 @@ Export = Callable[..., Exported]
 def test_a1_head_dim_wins_over_hidden_over_heads(
     name: str, overrides: dict[str, Any], size: int, exported: Export
 ) -> None:
-    """An export that refuses its own cache (64 for 128), or projections taken for hidden x hidden."""
+    """Projections and cache have the head size of the config, whatever hidden_size over heads is."""
     model = exported(name, **overrides)
     heads = model.config.num_attention_heads
     layer = read_header(model.folder / "weights.safetensors")
@@ -53,7 +53,7 @@ def test_a1_head_dim_wins_over_hidden_over_heads(
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "int8"])
 def test_a2_cache_has_key_value_heads(dtype: str, tmp_path: Path) -> None:
-    """Caches of 28 query heads for 4 key/value heads; here 14 and 2, in every graph, and read from the graph."""
+    """2 heads for 14 of queries, in every graph; the runner reads it from the graph, not from config.json."""
     write_checkpoint(tmp_path / "m", QWEN2_14_2)
     folder = exported_as(tmp_path / "m", tmp_path / "out", dtype=dtype)
     seen = 0
@@ -73,7 +73,7 @@ def test_a2_cache_has_key_value_heads(dtype: str, tmp_path: Path) -> None:
 
 
 def test_a3_reshape_shapes_are_vectors(tmp_path: Path) -> None:
-    """A model that builds and dies in k_norm's Reshape: "A shape tensor must be a vector tensor"."""
+    """TensorRT refuses any other: "A shape tensor must be a vector tensor"."""
     write_checkpoint(tmp_path / "m", {**QWEN3, "num_hidden_layers": 2})
     for options in ({"dtype": "f16"}, {"dtype": "int4"}, {"target": "portable"}):
         folder = exported_as(tmp_path / "m", tmp_path / "out", force=True, **options)
@@ -87,7 +87,7 @@ def test_a3_reshape_shapes_are_vectors(tmp_path: Path) -> None:
 
 
 def test_a4_golden_ids_tell_of_a_runtime_that_computes_otherwise(tmp_path: Path) -> None:
-    """f16 Qwen3 that turns to "1+1+1+" after an upgrade: here one norm's weights are others, and hashes agree."""
+    """`check` fails where one norm computes otherwise, though every hash agrees."""
     write_chat_checkpoint(tmp_path / "m", **QWEN3 | {"vocab_size": 400})
     folder = exported_as(tmp_path / "m", tmp_path / "out", dtype="f16")
     assert command("check", folder, "--provider", "cpu").code == 0
@@ -101,7 +101,7 @@ def test_a4_golden_ids_tell_of_a_runtime_that_computes_otherwise(tmp_path: Path)
 
 
 def test_a6_export_without_torch_and_transformers_is_the_same(tmp_path: Path) -> None:
-    """Exporters that trace, and break or change with each release of those two."""
+    """Every file has the same bytes."""
     write_checkpoint(tmp_path / "m", QWEN3_BIAS, dtype="BF16")
     here = exported_as(tmp_path / "m", tmp_path / "here", dtype="bf16")
     program = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None"
@@ -115,7 +115,7 @@ def test_a6_export_without_torch_and_transformers_is_the_same(tmp_path: Path) ->
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 def test_a23_one_verdict_that_one_layer_flips(dtype: str, tmp_path: Path) -> None:
-    """Pages of differences that nobody can judge: one line, good for a good export and bad for a perturbed one."""
+    """The verdict is one line: OK for a good export, MISMATCH for one whose layer is perturbed."""
     raw = {**QWEN3, "vocab_size": 400, "tie_word_embeddings": False}
     write_chat_checkpoint(tmp_path / "m", **raw)
     folder = exported_as(tmp_path / "m", tmp_path / "out", dtype=dtype)

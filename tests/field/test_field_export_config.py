@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from qwen_onnx.checkpoints.safetensors_file import read_header
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners.model.runner import Runner
 from support.checkpoints import QWEN2, QWEN3, QWEN3_BIAS, random_tensors, write_checkpoint
@@ -37,7 +37,7 @@ from support.tolerances import F32, assert_close
     ],
 )
 def test_a5_other_architectures_are_named_in_a_line(found: dict[str, Any], tmp_path: Path) -> None:
-    """A page on how to write a config class of one's own; or minutes of weights before any word."""
+    """What was found and what is supported is said before any weights are read."""
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**QWEN2, **found}))
@@ -61,7 +61,7 @@ def rows(folder: Path, positions: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a10_yarn_is_computed_in_every_spelling(tmp_path: Path) -> None:
-    """rope_scaling dropped without a word: long prompts degrade, short ones do not tell."""
+    """The tables follow the paper's formula, whichever of three ways the config says YaRN."""
     theta, size, positions = 1e6, 16, [0, 32_767, 40_000]
     old = {**QWEN2, "max_position_embeddings": 32_768, "rope_theta": theta, "num_hidden_layers": 1}
     new = {key: value for key, value in old.items() if key != "rope_theta"}
@@ -88,7 +88,7 @@ def test_a10_yarn_is_computed_in_every_spelling(tmp_path: Path) -> None:
 
 
 def test_a10_linear_is_computed_and_what_is_not_is_named(tmp_path: Path) -> None:
-    """The other types: implemented or refused, and null is none at all."""
+    """Linear stretches positions, null is no scaling, and other types are refused by name."""
     write_checkpoint(tmp_path / "m", {**QWEN2, "rope_scaling": {"type": "linear", "factor": 4.0}})
     linear = exported_as(tmp_path / "m", tmp_path / "linear")
     write_checkpoint(tmp_path / "m", {**QWEN2, "rope_scaling": None})
@@ -104,7 +104,7 @@ def test_a10_linear_is_computed_and_what_is_not_is_named(tmp_path: Path) -> None
 
 
 def test_a11_sliding_windows_are_off_or_refused_by_name(tmp_path: Path) -> None:
-    """A declared window that is ignored, or max_window_layers read the wrong way round."""
+    """A window of some layers is refused with its size and first layer; one of no layer changes nothing."""
     raw = {**QWEN2, "num_hidden_layers": 4}
     write_checkpoint(tmp_path / "m", raw)
     plain = read_manifest(exported_as(tmp_path / "m", tmp_path / "plain")).files
@@ -138,7 +138,7 @@ def test_a11_sliding_windows_are_off_or_refused_by_name(tmp_path: Path) -> None:
 def test_a15_the_tensors_decide_which_head_is_used(
     tied: bool, head: Any, stored: bool, says: str, tmp_path: Path
 ) -> None:
-    """Fluent garbage from the wrong matrix, where the flag and the shards disagree."""
+    """Where the flag and the shards disagree, the stored head is used, and a note says so."""
     raw = {**QWEN3, "num_hidden_layers": 2, "tie_word_embeddings": tied}
     tensors = write_checkpoint(tmp_path / "m", raw, lm_head=head, shards=3)
     ran = command("export", tmp_path / "m", tmp_path / "out")
@@ -161,7 +161,7 @@ def test_a15_a_head_that_is_nowhere_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["deleted", "truncated", "stray", "not in its shard", "no index"])
 def test_a21_an_index_is_followed_or_its_fault_named(fault: str, tmp_path: Path) -> None:
-    """Partial or mixed weights, which nobody notices until the text is bad."""
+    """Missing, short or misplaced tensors are refused by file; strays are ignored with a note."""
     folder, out = tmp_path / "m", tmp_path / "out"
     raw = {**QWEN3_BIAS, "tie_word_embeddings": False}
     tensors = write_checkpoint(folder, raw, dtype="F16", shards=2)

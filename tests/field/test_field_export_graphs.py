@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 import pytest
 
-from qwen_onnx.manifest import read_manifest
-from qwen_onnx.runners.model import kv_cache
+import static_loop
+from qwen_onnx.contract.manifest import read_manifest
+from qwen_onnx.runners.model import buffers
 from qwen_onnx.runners.model.runner import Runner
-from support import foreign_loop
 from support.chats import write_chat_checkpoint
 from support.checkpoints import QWEN3, QWEN3_BIAS, QWEN3_HEAD_DIM_48, write_checkpoint
 from support.command import command
@@ -54,7 +54,6 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 def test_a7_any_batch_length_and_past(
     target: str, past: int, batch_size: int, portable: Exported, exported: Export
 ) -> None:
-    """A decoder that ran at the one batch size and length that it was traced with."""
     model = portable if target == "portable" else exported("qwen3_head_dim_48")
     runner = Runner(model.folder, ON_CPU)
     for length in (1, 2, 17):
@@ -67,17 +66,17 @@ def test_a7_any_batch_length_and_past(
 
 
 def test_a8_a_loop_of_strangers_runs_the_export(tmp_path: Path) -> None:
-    """Demos that die with "invalid dimensions for past_key_values.0.key": the contract is told, and is enough."""
+    """What export.json says is enough for a loop that uses nothing of this package."""
     raw = QWEN3_HEAD_DIM_48 | {"vocab_size": 400, "head_dim": 40}
     write_chat_checkpoint(tmp_path / "m", **raw)
     folder = exported_as(tmp_path / "m", tmp_path / "out")
     chat = opened(folder)
     for text in ("The quick brown fox", "é🔥好"):
         ours = [token.token_id for token in chat.generate(text, max_new_tokens=24)]
-        assert foreign_loop.generate(folder, text, 24) == ours
+        assert static_loop.generate(folder, text, 24) == ours
     imported = {
         alias.name if isinstance(node, ast.Import) else node.module
-        for node in ast.walk(ast.parse(Path(foreign_loop.__file__).read_text(encoding="utf-8")))
+        for node in ast.walk(ast.parse(Path(static_loop.__file__).read_text(encoding="utf-8")))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
@@ -89,7 +88,7 @@ def attributes(node: onnx.NodeProto) -> Mapping[str, Any]:
 
 
 def test_a12_no_graph_leaves_causality_to_the_operator(every_export: list[Path], exported: Export) -> None:
-    """is_causal with fewer queries than keys means one thing to a CPU and another to CUDA: none is emitted."""
+    """is_causal with fewer queries than keys means one thing to a CPU and another to CUDA: a mask says it."""
     seen = 0
     for folder in every_export:
         for spec, model in graphs(folder):
@@ -104,7 +103,7 @@ def test_a12_no_graph_leaves_causality_to_the_operator(every_export: list[Path],
 
 
 def test_a13_past_and_present_go_together(every_export: list[Path]) -> None:
-    """Attention with a past and without a present fails at run time only."""
+    """Of Attention and GroupQueryAttention; one without the other would fail at run time only."""
     places = {"Attention": ([4, 5], [1, 2]), "GroupQueryAttention": ([3, 4], [1, 2])}
     seen = collections.Counter[str]()
 
@@ -128,13 +127,13 @@ PLAIN = {
 }  # fmt: skip
 CHOICE = {"ArgMax", "MatMul"}  # of the next token, in `greedy` only
 STATIC = PLAIN | {"Gemm", "RMSNormalization", "RotaryEmbedding", "TensorScatter"}
-QUANTISED = {"MatMulNBits", "GatherBlockQuantized"}
+QUANTIZED = {"MatMulNBits", "GatherBlockQuantized"}
 ALLOWED = {
     "static": STATIC | {"Attention"},
     "static-capture": STATIC | {"Attention"},
-    "static-grouped": STATIC | QUANTISED | {"MatMul", "Softmax", "SkipSimplifiedLayerNormalization"},
+    "static-grouped": STATIC | QUANTIZED | {"MatMul", "Softmax", "SkipSimplifiedLayerNormalization"},
     "contrib": PLAIN
-    | QUANTISED
+    | QUANTIZED
     | {"FusedMatMul", "GroupQueryAttention", "QuickGelu", "RMSNormalization"}
     | {"SkipSimplifiedLayerNormalization"},
     "portable": PLAIN - {"Flatten", "LessOrEqual", "Neg", "Range", "Shape"}
@@ -143,7 +142,7 @@ ALLOWED = {
 
 
 def test_a14_each_target_has_its_operators_and_says_so(every_export: list[Path]) -> None:
-    """The natural graph does not load on CUDA, or copies its cache: what each target gets is a list, and written."""
+    """Each lowering has a list of operators, and the manifest has the opsets of each graph."""
     for folder in every_export:
         manifest = read_manifest(folder)
         for spec, model in graphs(folder):
@@ -163,7 +162,7 @@ def test_a14_each_target_has_its_operators_and_says_so(every_export: list[Path])
 
 @pytest.mark.parametrize("name", ["qwen2_14_2", "qwen3", "qwen2_yarn"])
 def test_a17_left_padded_rows_are_each_prompt_alone(name: str, exported: Export) -> None:
-    """Only the longest prompt of a batch is right: positions counted from slot 0 instead of from the mask."""
+    """Positions count from the first token of a row, not from slot 0."""
     runner, lengths, longest = Runner(exported(name).folder, ON_CPU), [3, 5, 17], 17
     prompts = np.zeros((3, longest), np.int64)
     mask = np.zeros((3, longest), np.int64)
@@ -177,7 +176,7 @@ def test_a17_left_padded_rows_are_each_prompt_alone(name: str, exported: Export)
 
 @pytest.mark.parametrize("target", ["onnxruntime", "portable"])
 def test_a18_rows_of_padding_only_are_finite(target: str, portable: Exported, exported: Export) -> None:
-    """Softmax of a fully masked row is NaN, and the cache carries it on; in chunks of 2, two are padding alone."""
+    """Of chunks of 2, two are padding alone: neither logits nor cache get NaN from a fully masked row."""
     model = portable if target == "portable" else exported("qwen3_head_dim_48")
     runner = Runner(model.folder, ON_CPU, prefill_chunk=2)
     cache, mask = runner.new_cache(batch_size=2), np.ones((2, 8), np.int64)
@@ -191,7 +190,7 @@ def test_a18_rows_of_padding_only_are_finite(target: str, portable: Exported, ex
 
 
 def test_a18_fills_survive_adding_a_score(every_export: list[Path]) -> None:
-    """-65504 and -40 are -inf in f16, and so are two masks added."""
+    """Twice the value of a mask is a finite number of its type: -65504 and -40 would be -inf in f16."""
     fills = 0
     for folder in every_export:
         for spec, model in graphs(folder):
@@ -210,8 +209,8 @@ def test_a18_fills_survive_adding_a_score(every_export: list[Path]) -> None:
 def test_a19_steps_after_prompts_around_each_threshold(
     name: str, overrides: dict[str, Any], exported: Export, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Good short answers, nonsense past half the window; half, a chunk, a bucket and YaRN's length are 32 here."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 32)
+    """Half the context, a chunk, a bucket of the cache and YaRN's length are 32 here; logits are right past each."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 32)
     model = exported(name, **overrides)
     for prompt in (31, 32, 33, 60):
         follow(model, [prompt], 4, prefill_chunk=32)
@@ -219,9 +218,9 @@ def test_a19_steps_after_prompts_around_each_threshold(
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 def test_a22_a_layer_is_a_few_nodes_and_info_counts_them(dtype: str, tmp_path: Path) -> None:
-    """IsNaN guards of a tracer, taken for a broken model; hundreds of nodes a layer that nobody can read."""
+    """No guards and no leftovers of a tracer are among them."""
     few, more = (export_random(tmp_path / f"{n}", QWEN3, dtype, num_hidden_layers=n) for n in (2, 3))
-    listed = command("info", more.folder).out
+    listed = command("info", more.folder, "--graphs").out
     for (spec, small), (_, large) in zip(graphs(few.folder), graphs(more.folder), strict=True):
         counts = [collections.Counter(node.op_type for node in model.graph.node) for model in (small, large)]
         layer = counts[1] - counts[0]
@@ -234,7 +233,7 @@ def test_a22_a_layer_is_a_few_nodes_and_info_counts_them(dtype: str, tmp_path: P
 
 
 def test_a22_types_are_written_beside_every_value(every_export: list[Path]) -> None:
-    """A graph that a viewer shows without types: nobody can see where f32 begins."""
+    """A viewer can show where f32 begins."""
     for folder in every_export:
         for spec, model in graphs(folder):
             types = element_types(model)

@@ -14,12 +14,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from qwen_onnx import UserError
-from qwen_onnx.contract import past_names
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.runners.runtime import providers, session
 from qwen_onnx.runners.runtime.nvidia import tensorrt
 from support.chats import copy_export, endless
 from support.command import command
+from support.exports import past_names
 from support.field_runs import graphs, opened
 
 ASK = ("-p", "Hi", "--max-new-tokens", 2)
@@ -27,7 +27,7 @@ ASK = ("-p", "Hi", "--max-new-tokens", 2)
 
 @pytest.mark.parametrize(("capacity", "chunk"), [(1, 1), (64, 7), (4096, 512)])
 def test_g1_every_dynamic_input_has_its_range(capacity: int, chunk: int) -> None:
-    """An engine built again for each length: of a real graph no input is left out, no run leaves a range."""
+    """No input of the real graph is left out, and past and new tokens together are the mask's length."""
     (graph,) = (g for g in read_manifest(endless("f16")).graphs if g.file == "prefill.tensorrt.onnx")
     ranges = tensorrt.profile(graph.inputs, capacity=capacity, prefill_chunk=chunk)
     options = tensorrt.profile_options(ranges)
@@ -50,7 +50,7 @@ def test_g1_every_dynamic_input_has_its_range(capacity: int, chunk: int) -> None
 
 
 def test_g3_an_engine_is_of_one_graph_and_one_range(tmp_path: Path) -> None:
-    """Engines built at each start, or one taken for another's: of two exports, and of two capacities."""
+    """The folder of an engine is the same each time, and another for another export or capacity."""
     folders = set()
     for dtype in ("f32", "f16"):
         manifest = read_manifest(endless(dtype))
@@ -73,14 +73,14 @@ def test_g3_an_engine_is_of_one_graph_and_one_range(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["with spaces in it", "mit Ümläuten 好🔥", "a,b;c=d&e'f", "-dash"])
 def test_g5_an_export_is_found_under_any_name(name: str, tmp_path: Path) -> None:
-    """ "Failed to open file": weights looked for beside the wrong path."""
+    """Weights are found beside the graph, whatever characters the path has."""
     folder = copy_export(endless(), tmp_path / name)
     ran = command("run", folder, *ASK, "--provider", "cpu")
     assert (ran.code, ran.out) == (0, command("run", endless(), *ASK, "--provider", "cpu").out)
 
 
 def test_g6_the_graph_for_tensorrt_is_of_primitives() -> None:
-    """Operators of a newer opset than TensorRT parses, which end on the CPU one by one."""
+    """It is of opset 17, without operators that TensorRT would leave to the CPU one by one."""
     for dtype in ("f32", "f16", "bf16"):
         (found,) = (
             (spec, model) for spec, model in graphs(endless(dtype)) if spec.file == "prefill.tensorrt.onnx"
@@ -103,7 +103,7 @@ def test_g6_the_graph_for_tensorrt_is_of_primitives() -> None:
 def test_h1_a_provider_asked_for_by_name_is_taken_or_is_an_error(
     verb: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wheel is there, a library is not, and the session is on the CPU without a word."""
+    """Where a library is missing, the error names it, and nothing runs on the CPU instead."""
     fault = "libcublasLt.so.13: cannot open shared object file"
     monkeypatch.setattr(providers, "missing_library", lambda provider: fault)
     command_name, *more = verb
@@ -133,7 +133,7 @@ def installed(name: str, extras: frozenset[str] = frozenset()) -> Iterator[Requi
 
 
 def test_h3_a_plain_install_has_no_torch_in_it() -> None:
-    """Gigabytes of CUDA for a CPU: everything that is needed, and what that needs, down to the last."""
+    """Nor CUDA libraries: looked at is everything that is needed, and what that needs, down to the last."""
     wanted, seen = [("qwen-onnx", frozenset[str]())], set[str]()
     while wanted:
         name, extras = wanted.pop()
@@ -153,7 +153,7 @@ def test_h3_a_plain_install_has_no_torch_in_it() -> None:
 
 
 def test_h4_doctor_is_complete_on_a_machine_without_a_gpu() -> None:
-    """Libraries of pip not found, or other ones than torch's: each is told with where it is, and what is missing."""
+    """The report tells of libraries, driver and TensorRT, found or missing."""
     ran = command("doctor", "--json")
     assert (ran.code, ran.err) == (0, "")
     found = json.loads(ran.out)
@@ -180,7 +180,7 @@ def test_h4_cuda_libraries_of_pip_are_loaded_when_cuda_is_asked_for(monkeypatch:
     "listed", [["CUDAExecutionProvider"], ["CPUExecutionProvider", "CUDAExecutionProvider"]]
 )
 def test_h5_what_starts_is_what_a_session_says(listed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A good install called bad by the names of packages, or a bad one good by a list: one node is run instead."""
+    """One node is run; neither the list of providers nor libraries that load decide it."""
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: listed)
     monkeypatch.setattr(providers, "_load_fault", lambda library: None)  # every library loads
     tried = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 from qwen_onnx.memory import anonymous_memory
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions, provider_options
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.runtime.session import provider_options
 from support.chats import endless
 from support.checkpoints import QWEN2, QWEN3, write_checkpoint
 from support.command import command
@@ -27,22 +29,22 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "int4"])
 def test_c7_weights_in_private_memory_have_one_session(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill and decode as two sessions, and the weights in memory twice."""
-    made, real = list[str](), onnxruntime.InferenceSession
+    """Prompt and steps run on one session, so the weights are in memory once."""
+    opened_files, real = list[str](), onnxruntime.InferenceSession
 
     def count(path: str, *given: Any, **named: Any) -> Any:
-        made.append(Path(path).name)
+        opened_files.append(Path(path).name)
         return real(path, *given, **named)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", count)
     tokens = list(opened(endless(dtype)).generate("Hello", max_new_tokens=6))
     assert len(tokens) == 6
-    assert len([name for name in made if not name.startswith("grow")]) == 1
+    assert len([name for name in opened_files if not name.startswith("grow")]) == 1
 
 
 @on_linux
 def test_c7_mapped_weights_are_in_memory_once_for_all_sessions(tmp_path: Path) -> None:
-    """N sessions, N copies: in f32 there are several, over one file of 34 MB, and none copies it."""
+    """In f32 there are several over one file of 34 MB, and none copies it."""
     raw = {**QWEN2, "vocab_size": 16_000, "hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1}
     write_checkpoint(tmp_path / "m", raw)
     folder = exported_as(tmp_path / "m", tmp_path / "out")
@@ -64,23 +66,23 @@ def test_c7_mapped_weights_are_in_memory_once_for_all_sessions(tmp_path: Path) -
 @on_linux
 @pytest.mark.parametrize("target", ["onnxruntime", "portable"])
 def test_c8_memory_stays_while_lengths_change(target: str, tmp_path: Path) -> None:
-    """An arena that keeps a block for each length that ever was: prompts of 60 lengths, and steps after each."""
+    """Prompts of 60 lengths, with steps after each, take no more memory the second time."""
     write_checkpoint(tmp_path / "m", {**QWEN2, "max_position_embeddings": 1024})
     runner = Runner(exported_as(tmp_path / "m", tmp_path / "out", target=target), ON_CPU)
     cache = runner.new_cache()
     lengths = np.random.default_rng(2).permutation(np.arange(3, 300, 5))
 
-    def answers() -> None:
+    def run_all_lengths() -> None:
         for length in lengths:
             cache.truncate(0)
             runner.prefill(cache, np.tile(IDS[:1], 2)[:, :length])
             for slot in range(8):
                 runner.decode(cache, IDS[:1, slot : slot + 1])
 
-    answers()
+    run_all_lengths()
     gc.collect()
     before = anonymous_memory()
-    answers()
+    run_all_lengths()
     after = anonymous_memory()
     assert before is not None
     assert after is not None
@@ -88,14 +90,14 @@ def test_c8_memory_stays_while_lengths_change(target: str, tmp_path: Path) -> No
 
 
 def test_c8_the_gpu_arena_takes_what_is_asked_for() -> None:
-    """kNextPowerOfTwo: twice the memory, of which half is never used; and no limit that a user can set."""
+    """It does not round up to powers of two, and a user can set a limit."""
     assert provider_options("cuda")["arena_extend_strategy"] == "kSameAsRequested"
     assert provider_options("cuda", gpu_mem_limit=3 << 30)["gpu_mem_limit"] == str(3 << 30)
     assert "--gpu-mem-limit" in command("run", "--help", terminal=True).out
 
 
 def test_c9_a_context_of_131072_is_not_allocated_at_hello(tmp_path: Path) -> None:
-    """Bad allocation on the first prompt: buffers for the whole context, of which ten slots are used."""
+    """Buffers begin small whatever the context is; a context smaller than that is their size."""
     raw = {**QWEN3, "max_position_embeddings": 131_072, "num_hidden_layers": 2, "head_dim": 16}
     write_checkpoint(tmp_path / "m", raw)
     folder = exported_as(tmp_path / "m", tmp_path / "out", dtype="f16")
@@ -114,13 +116,13 @@ def test_c9_a_context_of_131072_is_not_allocated_at_hello(tmp_path: Path) -> Non
     runner = Runner(folder, ON_CPU)
     cache = runner.new_cache()
     assert (cache.capacity, cache.nbytes, runner.context_length) == (256, planned, 131_072)
-    small = Runner(folder, ON_CPU, max_context=64).new_cache()
+    small = Runner(folder, dataclasses.replace(ON_CPU, max_context=64)).new_cache()
     assert (small.capacity, small.nbytes) == (64, planned // 4)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "int8"])
 def test_c10_a_prompt_of_2000_tokens_has_one_row_of_logits(dtype: str) -> None:
-    """5 GB of logits for 8,192 positions, of which one row is looked at; all of them where they are asked for."""
+    """Graphs for generation put out the last row only; `score` puts out as many as are asked for."""
     folder = endless(dtype)
     for spec, _ in graphs(folder):
         shapes = {value.name: value.shape for value in spec.outputs}
@@ -131,7 +133,7 @@ def test_c10_a_prompt_of_2000_tokens_has_one_row_of_logits(dtype: str) -> None:
     last = runner.prefill(runner.new_cache(), ids)
     assert last.shape == (1, 400)
     if dtype == "f32":  # whose logits do not hang on how many tokens go at once
-        scorer = Runner(folder, SessionOptions("cpu", threads=1, speculate=True))
+        scorer = Runner(folder, SessionOptions(provider="cpu", threads=1, speculate=True))
         cache = scorer.new_cache()
         scorer.prefill(cache, ids[:, :1990])
         rows = scorer.score(cache, ids[:, 1990:], 10)

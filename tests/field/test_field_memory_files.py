@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from qwen_onnx.checkpoints.safetensors_file import read_header
+from qwen_onnx.contract.manifest import FileSpec, read_manifest
 from qwen_onnx.exports import writer as export_writer
-from qwen_onnx.graphs.build import verify
-from qwen_onnx.manifest import FileSpec, read_manifest
+from qwen_onnx.graphs.graph_file import verify
 from qwen_onnx.runners.model.runner import Runner
 from support import sparse
 from support.chats import copy_export, tiny
@@ -47,7 +47,7 @@ def write_zero_checkpoint(folder: Path, raw: RawConfig, dtype: str, *, shards: i
 
 
 def test_c1_a_tensor_of_two_gigabytes_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "Exceeds maximum protobuf size of 2GB". Linked, so that nothing is written; and its zeros are not hashed."""
+    """Graph files stay small. The weights are linked, so that nothing is written, and zeros are not hashed."""
     real = export_writer.hash_file
 
     def hash_small(path: Path) -> FileSpec:
@@ -80,7 +80,7 @@ def peak_of_export(model: Path, out: Path, dtype: str) -> int:
     ],
 )
 def test_c2_tied_weights_are_written_once(options: dict[str, Any], head: Any, tmp_path: Path) -> None:
-    """A 0.5B that grows by its embedding, 272 MB: transposed for the head, or stored twice as it came."""
+    """Embedding and head are one tensor, whether the checkpoint has one or two equal ones."""
     raw = {**QWEN2, "vocab_size": 5000, "num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256}
     write_checkpoint(tmp_path / "m", raw, lm_head=head)
     folder = exported_as(tmp_path / "m", tmp_path / "out", **options)
@@ -96,7 +96,7 @@ def test_c2_tied_weights_are_written_once(options: dict[str, Any], head: Any, tm
 
 @on_linux
 def test_c3_memory_of_an_export_is_that_of_a_tensor_or_two(tmp_path: Path) -> None:
-    """Killed without a message: models held whole, twice or thrice. Two shards, of 1 layer and of 3."""
+    """Peaks for 1 and 3 layers, in two shards each, differ by far less than the layers' size."""
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 320}
     peaks = []
     for layers in (1, 3):
@@ -114,7 +114,7 @@ def test_c3_memory_of_an_export_is_that_of_a_tensor_or_two(tmp_path: Path) -> No
 def test_c4_the_export_is_in_its_folder_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """onnx__MatMul_5917 and its hundreds; a relative OUT that sends data elsewhere."""
+    """One weights file for each layout, for relative paths too, and a folder that can be moved as a whole."""
     write_checkpoint(tmp_path / "m", QWEN3, shards=3)
     here = tmp_path / "here"
     here.mkdir()
@@ -151,7 +151,7 @@ def linked_blobs(folder: Path, target: Path, names: list[str]) -> Path:
 
 
 def test_c5_links_and_missing_data_are_told(tmp_path: Path) -> None:
-    """Models in a cache of links that stopped loading; data gone, cut short or another's, and no word which."""
+    """A cache of links is read and can hold an export; a file that is gone, short or another's is named."""
     write_checkpoint(tmp_path / "plain", QWEN2, shards=2)
     files = [path.name for path in (tmp_path / "plain").iterdir()]
     cached = linked_blobs(tmp_path / "plain", tmp_path / "hub", files)
@@ -181,7 +181,7 @@ def test_c5_links_and_missing_data_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "int8"])
 def test_c12_large_tensors_begin_on_a_page(dtype: str, tmp_path: Path) -> None:
-    """Weights that cannot be mapped, and load at twice their size; in each graph that reads them."""
+    """Where a graph reads a tensor of whole pages, its offset is a page's, so that it can be mapped."""
     folder = copy_export(tiny(dtype), tmp_path / "export")
     pages = 0
     for spec, model in graphs(folder):

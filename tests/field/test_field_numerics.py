@@ -16,11 +16,13 @@ from onnx import TensorProto
 from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.checks import check
 from qwen_onnx.contract import LOGITS
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.runners.chat import Chat
+from qwen_onnx.runners.model.buffers import CacheMemory
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions, provider_options
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.runtime.session import provider_options
 from support import f16, portable
 from support.chats import copy_export, endless, tiny
 from support.checkpoints import QWEN2, QWEN3, QWEN3_BIAS, RawConfig, random_tensors, write_checkpoint
@@ -60,7 +62,7 @@ def large_states(raw: RawConfig, size: float) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("lowering", ["contrib", "static-capture", "portable"])
 def test_b1_scores_beyond_f16_stay_finite(lowering: str, tmp_path: Path) -> None:
-    """Scores pass 65,504, softmax is NaN, and token 0 is "!": every value of every node is looked at."""
+    """Where scores pass 65,504, every value of every node is finite, and the logits are right."""
     size = 72 if lowering == "static-capture" else 128  # 72: no fused attention, which wants multiples of 16
     raw = {
         **QWEN2,
@@ -82,7 +84,7 @@ def test_b1_scores_beyond_f16_stay_finite(lowering: str, tmp_path: Path) -> None
 
 
 def test_b1_numbers_that_are_none_are_an_error_and_no_exclamation_marks(tmp_path: Path) -> None:
-    """NaN logits chose token 0 for ever: one line instead, in each way of choosing."""
+    """NaN logits are an error of one line in each way of choosing: no token, as 0, is chosen from them."""
     folder = copy_export(endless(), tmp_path / "export")
     poke(folder, "model.norm.weight", lambda norm: norm * 1e38)
     forge(folder)
@@ -94,7 +96,7 @@ def test_b1_numbers_that_are_none_are_an_error_and_no_exclamation_marks(tmp_path
 @pytest.mark.parametrize("size", [300, 3000])
 @pytest.mark.parametrize("lowering", ["contrib", "static-capture", "portable"])
 def test_b2_norms_of_large_states_are_those_of_f32(lowering: str, size: float, tmp_path: Path) -> None:
-    """x squared is infinity in f16, its norm 0; in Qwen3 the norms of queries and keys are norms like the others."""
+    """A state whose square f16 cannot hold has the right norm; those of Qwen3's queries and keys too."""
     size_of_head = 24 if lowering == "static-capture" else 32
     raw = {**QWEN3, "num_hidden_layers": 2, "head_dim": size_of_head, "tie_word_embeddings": False}
     model = export_tensors(tmp_path, raw, large_states(raw, size), "f16")
@@ -111,7 +113,7 @@ def test_b2_norms_of_large_states_are_those_of_f32(lowering: str, size: float, t
 
 @pytest.mark.parametrize("change", [attend_in_f16, norm_in_f16])
 def test_b3_a_graph_that_a_cpu_forgives_is_caught(change: f16.Change, tmp_path: Path) -> None:
-    """f16 that is right on a CPU and useless elsewhere: the interpreter that tests go by sees the overflow."""
+    """The interpreter that tests go by sees an overflow in f16 that a CPU, computing in f32, does not have."""
     raw = {**QWEN2, "num_hidden_layers": 2, "head_dim": 72, "tie_word_embeddings": False}
     tensors = large_biases(raw) if change is attend_in_f16 else large_states(raw, 3000)
     run = Run(export_tensors(tmp_path, raw, tensors, "f16"), "static-capture", change)
@@ -121,7 +123,7 @@ def test_b3_a_graph_that_a_cpu_forgives_is_caught(change: f16.Change, tmp_path: 
 
 @pytest.mark.parametrize("reuse", [True, False])
 def test_b4_f16_on_a_cpu_answers_whatever_buffers_are_reused(reuse: bool, exported: Export) -> None:
-    """Lengths of one name that differ, and a buffer of another shape handed on: 25 tokens, and then one."""
+    """25 tokens, and then one: no two lengths of an input have one name, so no buffer of another shape is used."""
     model = exported("qwen3_head_dim_48", "f16")
     for path in (model.path("prefill"), model.path("decode")):
         model._sessions[path] = open_on_cpu(path, enable_mem_pattern=reuse, enable_mem_reuse=reuse)
@@ -152,7 +154,7 @@ def logits_at(path: Path, level: str) -> np.ndarray:
     session = open_on_cpu(
         path, graph_optimization_level=getattr(onnxruntime.GraphOptimizationLevel, f"ORT_{level}")
     )
-    length, feeds = 11, dict[str, np.ndarray]()
+    length, inputs = 11, dict[str, np.ndarray]()
     sizes = {"batch_size": 2, "sequence_length": length, "total_sequence_length": length, "cache_capacity": 16,
              "past_sequence_length": 0, "past_sequence_length + sequence_length": length}  # fmt: skip
     kinds = {
@@ -163,24 +165,24 @@ def logits_at(path: Path, level: str) -> np.ndarray:
     }
     for value in session.get_inputs():
         shape = [sizes.get(dim, dim) for dim in value.shape]
-        feeds[value.name] = np.zeros(shape, kinds[value.type])
+        inputs[value.name] = np.zeros(shape, kinds[value.type])
     known = {
         "input_ids": IDS[:2, :length],
         "position_ids": np.tile(np.arange(length), (2, 1)),
         "seqlens_k": np.full(2, length - 1, np.int32),
         "total_sequence_length": np.array(length, np.int32),
     }
-    feeds |= {name: value for name, value in known.items() if name in feeds}
-    if "attention_mask" in feeds:
-        feeds["attention_mask"][:] = 1
-    return np.asarray(session.run([LOGITS], feeds)[0])
+    inputs |= {name: value for name, value in known.items() if name in inputs}
+    if "attention_mask" in inputs:
+        inputs["attention_mask"][:] = 1
+    return np.asarray(session.run([LOGITS], inputs)[0])
 
 
 @pytest.mark.parametrize(
     "file", ["prefill.onnx", "prefill.cpu.onnx", "score.cpu.onnx", "prefill.tensorrt.onnx"]
 )
 def test_b5_f16_loads_and_agrees_at_every_optimization_level(file: str, exported: Export) -> None:
-    """Fusions that choose f16 nodes for which a CPU has no kernel, or trip over Constant nodes."""
+    """No fusion makes an f16 node for which a CPU has no kernel, and there are no Constant nodes to trip over."""
     path = exported("qwen3_bias", "f16").folder / file
     assert "Constant" not in {node.op_type for node in onnx.load(path, load_external_data=False).graph.node}
     first, *others = (logits_at(path, level) for level in LEVELS)
@@ -197,8 +199,9 @@ def test_b6_bf16_never_passes_through_numpy(monkeypatch: pytest.MonkeyPatch) -> 
         kinds = {value.name: value.dtype for value in (*graph.inputs, *graph.outputs)}
         assert kinds["present.0.key"] == "bfloat16"
         assert kinds["logits"] == "float32"
-    spec = next(value for value in manifest.graph("decode", "cuda").inputs if len(value.shape) == 4)
-    cache = KVCache(spec, 2, "cpu", batch_size=2, limit=300)
+    spec = manifest.caches[manifest.graph("decode", "cuda").cache or ""]
+    cache = KVCache(CacheMemory(spec, "cpu", {}), batch_size=2, limit=300)
+    assert len(cache.buffers) == 2 * manifest.num_hidden_layers
     assert {buffer.element_type() for buffer in cache.buffers} == {TensorProto.BFLOAT16}
     read, real = list[str](), onnxruntime.OrtValue.numpy
     monkeypatch.setattr(onnxruntime.OrtValue, "numpy", lambda own: read.append(own.data_type()) or real(own))
@@ -218,7 +221,7 @@ def test_b6_bf16_never_passes_through_numpy(monkeypatch: pytest.MonkeyPatch) -> 
 def test_b7_types_are_those_asked_for(
     options: dict[str, Any], weights: set[str], cache: set[str], tmp_path: Path
 ) -> None:
-    """A "half" export with outputs in f32, or one declared f16 that is made in f32 and refused at load."""
+    """Weights and caches are of the dtype, but for caches of graphs that compute in f32; logits are f32."""
     write_checkpoint(tmp_path / "m", QWEN3_BIAS)
     folder = exported_as(tmp_path / "m", tmp_path / "out", **options)
     stored = read_header(folder / "weights.safetensors")
@@ -239,7 +242,7 @@ def test_b7_types_are_those_asked_for(
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_b8_precision_is_in_the_graph(name: str, exported: Export) -> None:
-    """Engines "built as f16" that are f32: TensorRT's flags are gone. Products are f16, the protected islands f32."""
+    """Products of weights are f16 and what needs f32 says so: no flag of an engine's builder decides it."""
     model = exported(name, "f16")
     proto = onnx.load(model.path("prefill", "portable"), load_external_data=False)
     types, stored = (
@@ -259,7 +262,6 @@ def test_b8_precision_is_in_the_graph(name: str, exported: Export) -> None:
 
 
 def test_b11_tf32_is_off_unless_asked_for_and_is_told() -> None:
-    """f32 on CUDA that is TF32, and read as a fault of the export."""
     assert provider_options("cuda")["use_tf32"] == "0"
     assert provider_options("cuda", tf32=True)["use_tf32"] == "1"
     for provider in ("cuda", "tensorrt"):
@@ -270,13 +272,13 @@ def test_b11_tf32_is_off_unless_asked_for_and_is_told() -> None:
 
 @pytest.mark.parametrize("file", ["prefill.onnx", "prefill.cuda.onnx", "prefill.tensorrt.onnx", "score.onnx"])
 def test_b12_fusions_change_nothing(file: str, exported: Export) -> None:
-    """9.77 apart by one fusion: all of them against none, on each f32 graph of any length."""
+    """All of them against none, on each f32 graph of any length."""
     path = exported("qwen3_bias").folder / file
     none, every = (logits_at(path, level) for level in ("DISABLE_ALL", "ENABLE_ALL"))
     assert_close(every, none, F32_ORDER)
 
 
-def test_b12_quantised_graphs_too(tmp_path: Path) -> None:
+def test_b12_quantized_graphs_too(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", QWEN3_BIAS)
     path = exported_as(tmp_path / "m", tmp_path / "out", dtype="int8") / "prefill.onnx"
     none, every = (logits_at(path, level) for level in ("DISABLE_ALL", "ENABLE_ALL"))
@@ -284,18 +286,17 @@ def test_b12_quantised_graphs_too(tmp_path: Path) -> None:
 
 
 def test_b12_one_rewriting_can_be_left_out() -> None:
-    """A fusion that does harm and that nobody can switch off."""
+    """Every level, and no fusion at all, gives the same text; a level that is none is refused."""
     asked = ("run", tiny(), "-p", "What is 3 plus 4?", "--provider", "cpu")
     for options in (
         *(("--optimization-level", level) for level in ("disabled", "basic", "extended", "all")),
         ("--disable-optimizer", "SkipLayerNormFusion", "--disable-optimizer", "ConstantFolding"),
     ):
         assert command(*asked, *options).out == "3 plus 4 is 7.\n"
-    assert "optimization_level 'most'" in command(*asked, "--optimization-level", "most").error
+    assert "--optimization-level 'most'" in command(*asked, "--optimization-level", "most").error
 
 
 def test_b12_the_options_reach_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken, and without effect."""
     seen = []
     real = onnxruntime.InferenceSession.__init__
 
@@ -304,7 +305,7 @@ def test_b12_the_options_reach_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> 
         real(self, path, settings, **more)
 
     monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", note)
-    options = SessionOptions("cpu", optimization_level="basic", disabled_optimizers=("GeluFusion",))
+    options = SessionOptions(provider="cpu", optimization_level="basic", disabled_optimizers=("GeluFusion",))
     Runner(tiny(), options)
     assert set(map(str, seen)) == {str((onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC, {"GeluFusion"}))}
 
@@ -315,7 +316,7 @@ def test_b12_the_options_reach_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> 
 def test_b12_check_finds_the_level_that_did_harm(
     harmful: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mismatch after an upgrade, and no way to tell ONNX Runtime's fault from the export's."""
+    """It names the highest level at which the ids are right, or says that none is."""
     folder = copy_export(tiny(), tmp_path / "out")
     assert command("check", folder, "--provider", "cpu").code == 0
     real = check.check_golden

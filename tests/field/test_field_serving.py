@@ -11,25 +11,24 @@ from typing import Any
 
 import pytest
 
-from qwen_onnx import contract
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.exports.layouts import triton
-from qwen_onnx.manifest import read_manifest
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 from support.chats import endless, write_chat_checkpoint
 from support.checkpoints import QWEN3, QWEN3_HEAD_DIM_48, write_checkpoint
 from support.command import command
-from support.exports import ON_CPU
+from support.exports import ON_CPU, past_names, present_names
 from support.field_runs import exported_as, graphs
 from support.triton import Server, assert_solo, said
 from support.triton import _stub as _stub  # for every test here: Triton's module is the stand-in
 
-ON_DEVICE = SessionOptions("cpu", threads=1, greedy_on_device=True)
+ON_DEVICE = SessionOptions(provider="cpu", threads=1, greedy_on_device=True)
 
 
 def test_i1_a_triton_repository_streams_from_the_runner(tmp_path: Path) -> None:
-    """model.onnx in a repository, and a loop still to be written: here the export itself is one that answers."""
+    """The layout is a model repository that answers as it is, a response for each token."""
     write_chat_checkpoint(tmp_path / "m", **QWEN3 | {"vocab_size": 400})
     out = exported_as(tmp_path / "m", tmp_path / "repository", layout="triton")
     model = tmp_path / "repository" / "m"
@@ -63,7 +62,7 @@ def conversation(chat: Chat, turns: list[str], count: int) -> Iterator[int]:
     [("f32", ON_CPU), ("f16", ON_CPU), ("int8", ON_CPU), ("f32", ON_DEVICE)],
 )
 def test_i2_two_talks_in_turn_are_each_alone(dtype: str, options: SessionOptions) -> None:
-    """Static batching, and the state of one request in another's answer: two caches on one model, token by token."""
+    """Two caches on one model, token by token: each conversation has the ids it has by itself."""
     runner = Runner(endless(dtype), options)
     turns = [["Hello, dog!", "And then?"], ["你好 🔥", "1, 2, 3", "What?"]]
     alone = [list(conversation(Chat(Runner(endless(dtype), options)), own, 9)) for own in turns]
@@ -73,7 +72,7 @@ def test_i2_two_talks_in_turn_are_each_alone(dtype: str, options: SessionOptions
 
 
 def test_i3_the_manifest_says_what_a_loop_needs(tmp_path: Path) -> None:
-    """ "How do I run it?": what a loop in another language needs is in one JSON file."""
+    """It is one JSON file, for a loop in any language."""
     raw = {**QWEN3_HEAD_DIM_48, "vocab_size": 400}
     write_chat_checkpoint(tmp_path / "m", **raw)
     folder = exported_as(tmp_path / "m", tmp_path / "out", dtype="f16")
@@ -86,31 +85,30 @@ def test_i3_the_manifest_says_what_a_loop_needs(tmp_path: Path) -> None:
     for graph in told["graphs"]:
         if graph["entry"] in ("prefill", "decode"):
             names = [value["name"] for value in (*graph["inputs"], *graph["outputs"])]
-            assert {"input_ids", "logits", *contract.past_names(2), *contract.present_names(2)} <= set(names)
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert "tests/support/foreign_loop.py" in readme  # the loop itself is run under A8
+            assert {"input_ids", "logits", *past_names(2), *present_names(2)} <= set(names)
+    contract = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text(encoding="utf-8")
+    assert "embedding/static_loop.py" in contract  # the loop itself is run under A8
 
 
 @pytest.mark.parametrize(("dtype", "split"), [("f32", False), ("f16", True)])
 def test_i4_a_portable_export_is_of_standard_operators_and_info_says_so(
     dtype: str, split: bool, tmp_path: Path
 ) -> None:
-    """Operators of one runtime's own, in a file that others are to read."""
     write_checkpoint(tmp_path / "m", QWEN3)
     folder = exported_as(tmp_path / "m", tmp_path / "out", dtype=dtype, target="portable", split=split)
     for spec, model in graphs(folder):
         assert {opset.domain for opset in model.opset_import} == {""}, spec.file
         assert {node.domain for node in model.graph.node} == {""}, spec.file
         assert not model.functions
-    listed = command("info", folder).out
+    listed = command("info", folder, "--graphs").out
     assert "com.microsoft" not in listed
     assert "ai.onnx 17" in listed
-    assert "com.microsoft" in command("info", endless("int8")).out
+    assert "com.microsoft" in command("info", endless("int8"), "--graphs").out
 
 
 @pytest.mark.parametrize("raw", [QWEN3, QWEN3_HEAD_DIM_48], ids=["qwen3", "heads of 48"])
 def test_i5_a_folder_for_genai_names_what_is_in_the_graph(raw: dict[str, Any], tmp_path: Path) -> None:
-    """genai_config.json that is missing, or that names inputs which no graph has. --layout writes it."""
+    """genai_config.json names the graph's inputs and outputs, all of them, and its sizes."""
     write_chat_checkpoint(tmp_path / "m", **raw | {"vocab_size": 400})
     folder = exported_as(tmp_path / "m", tmp_path / "out", layout="onnxruntime-genai")
     model = json.loads((folder / "genai_config.json").read_text())["model"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from qwen_onnx import SamplingOptions
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.runners.chat import Chat, Token
+from qwen_onnx.runners.sampling.params import GREEDY
 from qwen_onnx.runners.text.tokenizer import Tokenizer
 from support.chats import endless, tiny, write_chat_checkpoint
 from support.checkpoints import QWEN2, write_checkpoint
@@ -52,7 +52,7 @@ def text_of(tokens: list[Token]) -> str:
 def test_e1_every_end_ends_and_no_other(
     generation: Any, config: Any, ends: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """<|im_end|> printed, and then a turn that nobody took. The model is made to say each id that might end."""
+    """The model is made to say each id that might end; those that do are never part of the text."""
     write_checkpoint(
         tmp_path / "m", {**QWEN2, "vocab_size": 400, "num_hidden_layers": 1, "eos_token_id": config}
     )
@@ -82,7 +82,7 @@ def test_e1_every_end_ends_and_no_other(
 def test_e3_the_count_is_exact_and_the_reason_is_told(
     count: int, reason: str | None, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A, B and the end: the token before the end said twice, the end printed, "done" for everything."""
+    """A, B and the end: each comes once, the end has no text, and the last token has the reason."""
     a, b = (byte_level_tokenizer().token_to_id(letter) for letter in "AB")
     left = say(monkeypatch, chat, [a, b, END_OF_TURN, a, b])
     tokens = answered(chat, max_new_tokens=count)
@@ -99,27 +99,27 @@ def test_e3_a_full_context_and_an_interruption_have_reasons_of_their_own(
     chat = opened(endless(), max_context=40)
     tokens = answered(chat, list(range(1, 31)), ignore_eos=True)
     assert (len(tokens), tokens[-1].finish_reason) == (11, "context")
-    shown = command("run", endless(), "-p", "Hi", "--max-new-tokens", 0, "--json", "--provider", "cpu")
-    assert json.loads(shown.out)["finish_reason"] == "length"
-    real = Chat.stream
+    ran = command("run", endless(), "-p", "Hi", "--max-new-tokens", 0, "--json", "--provider", "cpu")
+    assert json.loads(ran.out)["finish_reason"] == "length"
+    real = Chat.generate
 
-    def interrupted(*given: Any) -> Any:
-        for made, token in enumerate(real(*given)):
-            if made == 2:
+    def interrupted(*given: Any, **options: Any) -> Any:
+        for count, token in enumerate(real(*given, **options)):
+            if count == 2:
                 raise KeyboardInterrupt
             yield token
 
-    monkeypatch.setattr(Chat, "stream", interrupted)
-    shown = command("run", endless(), "-p", "Hi", "--max-new-tokens", 9, "--json", "--provider", "cpu")
-    found = json.loads(shown.out)
-    assert (shown.code, found["finish_reason"], len(found["token_ids"])) == (130, "interrupted", 2)
+    monkeypatch.setattr(Chat, "generate", interrupted)
+    ran = command("run", endless(), "-p", "Hi", "--max-new-tokens", 9, "--json", "--provider", "cpu")
+    found = json.loads(ran.out)
+    assert (ran.code, found["finish_reason"], len(found["token_ids"])) == (130, "interrupted", 2)
 
 
 @pytest.mark.parametrize("text", ["é🔥好👩‍👩‍👧", "Привет🇩🇪 ไทย한", "\u0301e\U0010ffff"])
 def test_e4_characters_of_several_tokens_come_whole_wherever_they_are_cut(
     text: str, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """U+FFFD for half an emoji, bytes deleted to hide it, or those of one answer completed by the next."""
+    """What is no whole character is held back, and comes out at the end; the next answer has nothing of it."""
     tokenizer = Tokenizer(byte_level_tokenizer())
     ids = tokenizer.encode(text)
     assert len(ids) > len(text)
@@ -134,7 +134,7 @@ def test_e4_characters_of_several_tokens_come_whole_wherever_they_are_cut(
 
 
 def test_e6_an_empty_answer_is_an_answer(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing before the end: a crash, an error, or another turn asked for."""
+    """A model that ends at once gives one token without text."""
     say(monkeypatch, chat, [END_OF_TURN, *DOG, END_OF_TURN])
     (token,) = answered(chat)
     assert (token.text, token.finish_reason, token.tokens_per_s) == ("", "eos", None)
@@ -145,7 +145,7 @@ def test_e6_an_empty_answer_is_an_answer(chat: Chat, monkeypatch: pytest.MonkeyP
 def test_e6_a_stop_string_is_cut_exactly_and_adds_to_the_ends_of_the_model(
     split: list[str], chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E shown before ND comes; the model's own ends forgotten; a beginning that came to nothing lost."""
+    """A beginning of it is held back, and comes out where it came to nothing; the model's own ends still end."""
     encode = byte_level_tokenizer().encode
     ids = [token_id for piece in split for token_id in encode(piece).ids]
     written = "".join(split)
@@ -182,11 +182,11 @@ def sampled(tmp_path: Path) -> Path:
 
 
 def test_e7_the_same_seed_says_the_same_and_none_does_not(sampled: Path) -> None:
-    """ "Temperature does nothing": what the file says holds, and a seed makes it repeatable."""
+    """What generation_config.json says of sampling holds, and a seed makes it repeatable."""
 
     def said(seed: int | None, temperature: float | None = None) -> list[int]:
-        options = SamplingOptions(seed=seed, temperature=temperature)
-        return [token.token_id for token in answered(opened(sampled), max_new_tokens=24, sampling=options)]
+        options = {"seed": seed, "temperature": temperature}
+        return [token.token_id for token in answered(opened(sampled), max_new_tokens=24, **options)]
 
     assert said(7) == said(7) == said(7)
     assert said(8) != said(7)
@@ -196,7 +196,7 @@ def test_e7_the_same_seed_says_the_same_and_none_does_not(sampled: Path) -> None
 
 
 def test_e7_what_is_in_force_is_shown(sampled: Path) -> None:
-    """Hidden defaults that change results."""
+    """/params shows the values of generation_config.json and those asked for."""
     ran = command(
         "run", sampled, "--provider", "cpu", "--top-p", 0.5, stdin="/params\n/exit\n", terminal=True
     )
@@ -211,9 +211,9 @@ def test_e7_what_is_in_force_is_shown_before_an_answer_too(sampled: Path) -> Non
 
 
 def test_e7_greedy_is_greedy(sampled: Path) -> None:
-    """A repetition penalty of the file in an answer that was asked to be greedy: ids are the best of each step."""
+    """Each id is the best of its step, whatever penalty generation_config.json has."""
     options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
-    tokens = answered(opened(sampled), sampling=SamplingOptions.greedy(), top_logits=1, **options)
+    tokens = answered(opened(sampled), **GREEDY, top_logits=1, **options)
     assert all(token.token_id == token.top_logits[0][0] for token in tokens)
     plain = answered(opened(endless()), **options)
     assert [token.token_id for token in tokens] == [token.token_id for token in plain]
@@ -225,7 +225,7 @@ def test_e7_greedy_is_greedy(sampled: Path) -> None:
 
 
 def test_e1_the_end_of_a_turn_is_known_without_any_config(tmp_path: Path) -> None:
-    """A fine-tune saved without generation_config.json and with no end in config.json: its template says it."""
+    """Of a fine-tune saved without generation_config.json and eos_token_id, the chat template says it."""
     write_chat_checkpoint(tmp_path / "m", num_hidden_layers=1)
     (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"chat_template": QWEN25_LIKE}))
     assert read_manifest(exported_as(tmp_path / "m", tmp_path / "out")).eos_token_ids == (END_OF_TURN,)

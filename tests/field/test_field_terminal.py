@@ -12,10 +12,10 @@ import onnxruntime
 import pytest
 
 from qwen_onnx import UserError
-from qwen_onnx.checks import benchmark
+from qwen_onnx.checks import benchmark, machine
 from qwen_onnx.runners import chat as chat_module
-from qwen_onnx.runners import stream as answer_tokens
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners import sequence as sequence_module
+from qwen_onnx.runners.runtime.options import SessionOptions
 from support.chats import endless
 from support.command import command
 from support.field_runs import opened
@@ -25,7 +25,6 @@ CPU = ("--provider", "cpu", "--max-new-tokens", 3)
 
 @pytest.mark.parametrize("path", ["/nope", "", "x" * 300, "a\nb", "/dev/null"])
 def test_j1_a_wrong_path_is_one_line(path: str) -> None:
-    """A traceback for a path that was mistyped."""
     for verb in ("run", "info", "check", "score"):
         arguments = [
             verb,
@@ -37,7 +36,7 @@ def test_j1_a_wrong_path_is_one_line(path: str) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
 def test_j1_ctrl_c_stops_the_answer_and_the_second_one_leaves(tmp_path: Path) -> None:
-    """Ctrl-C kills the session instead of the answer."""
+    """The session goes on after an answer that was stopped; twice at the prompt leaves with 130."""
     from support.terminal import ENDED, PATIENCE, READY, session
 
     arguments = (endless(), "--ignore-eos", "--max-new-tokens", 100_000)
@@ -56,7 +55,7 @@ def test_j1_ctrl_c_stops_the_answer_and_the_second_one_leaves(tmp_path: Path) ->
 
 
 def test_j3_commands_and_the_room_that_is_left_can_be_found_out() -> None:
-    """Users who miss what there is, and who meet the end of the context unprepared."""
+    """/help lists the commands, and /stats the tokens used and left."""
     lines = "/help\n/system Be brief.\nHi\n/stats\n/clear\n/reset\n/nonsense\n/exit\n"
     told = command("run", endless(), *CPU, stdin=lines, terminal=True)
     assert told.code == 0
@@ -66,7 +65,7 @@ def test_j3_commands_and_the_room_that_is_left_can_be_found_out() -> None:
 
 @pytest.mark.parametrize("prompt", ["", " ", "\n", "<|im_start|>", "<|im_end|><|endoftext|>"])
 def test_j4_any_content_can_be_asked_and_no_token_is_an_error(prompt: str) -> None:
-    """Undefined behaviour with no ids: Qwen adds no start token, so that "" is none at all."""
+    """Qwen adds no start token: "" is no ids at all, which is an error, and under the template a message."""
     ran = command("run", endless(), "-p", prompt, "--json", *CPU)
     assert ran.code == 0
     asked = json.loads(ran.out)["prompt_ids"]
@@ -86,7 +85,6 @@ def test_j4_nothing_to_start_from_is_an_error_in_python_too(prompt: Any) -> None
 
 
 def test_j4_a_chat_passes_over_empty_lines() -> None:
-    """An empty line that is sent, and answered."""
     told = command("run", endless(), *CPU, stdin="\n   \n\t\n/stats\n/exit\n", terminal=True)
     assert told.code == 0
     assert "context: 0 tokens used" in told.err
@@ -94,12 +92,12 @@ def test_j4_a_chat_passes_over_empty_lines() -> None:
 
 
 def test_j5_speed_counts_the_tokens_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt's time in the tokens per second, the warm-up in the median. By a clock that only the model moves."""
+    """Neither the prompt nor the warm-up counts, by a clock that only the model moves."""
     now, runs = [0.0], []
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(benchmark, "time", clock)
     monkeypatch.setattr(chat_module, "time", clock)
-    monkeypatch.setattr(answer_tokens, "time", clock)
+    monkeypatch.setattr(sequence_module, "time", clock)
     monkeypatch.setattr(benchmark, "read_bandwidth", lambda threads: 10.0)
     real = onnxruntime.InferenceSession.run_with_iobinding
     # Of each answer: a prompt, and 4 steps. The first answer, which warms up, takes ten times as long.
@@ -111,7 +109,7 @@ def test_j5_speed_counts_the_tokens_after_the_first(monkeypatch: pytest.MonkeyPa
         runs.append(own)
 
     monkeypatch.setattr(onnxruntime.InferenceSession, "run_with_iobinding", timed)
-    options = SessionOptions("cpu", threads=1)
+    options = SessionOptions(provider="cpu", threads=1)
     found = benchmark.run_benchmark(endless(), options, prompt_tokens=9, new_tokens=5, repeats=2)
     assert len(runs) == len(seconds)
     assert (found.ttft_ms.low, found.ttft_ms.median, found.ttft_ms.high) == pytest.approx([900.0] * 3)
@@ -122,10 +120,10 @@ def test_j5_speed_counts_the_tokens_after_the_first(monkeypatch: pytest.MonkeyPa
 
 
 def test_j5_what_was_measured_is_told() -> None:
-    """Numbers without versions, lengths or machine, that nobody can compare."""
+    """Lengths, threads, versions and machine are part of the result."""
     short = ("--prompt-tokens", 5, "--new-tokens", 3, "--repeats", 1, "--provider", "cpu", "--threads", 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, "_PROBE_BYTES", 1 << 20)
+        patch.setattr(machine, "_PROBE_BYTES", 1 << 20)
         found = json.loads(command("bench", endless(), *short, "--json").out)
     assert (found["prompt_tokens"], found["new_tokens"], found["repeats"], found["threads"]) == (5, 3, 1, 1)
     assert "onnxruntime" in found["versions"]

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from qwen_onnx import SamplingOptions
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.text.reasoning import ReasoningSplitter
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer
@@ -44,7 +43,7 @@ LIST = [{"name": "other", "template": OLD}, {"name": "default", "template": GREE
     ids=["string", "list", "jinja", "json", "jinja before json"],
 )  # fmt: skip
 def test_d1_the_template_is_found_wherever_it_was_saved(files: dict[str, Any], tmp_path: Path) -> None:
-    """Newer saves put it into a file of its own: "template not found", or the outdated one beside it."""
+    """A file of its own wins over tokenizer_config.json, where the outdated one may still be."""
     write_checkpoint(tmp_path / "m", {**QWEN2, "vocab_size": 400, "num_hidden_layers": 1})
     write_folder(tmp_path / "m", files)
     folder = exported_as(tmp_path / "m", tmp_path / "out")
@@ -84,7 +83,7 @@ CALLED = '{"name": "wetter", "arguments": {"ort": "Zürich", "n": [1, 2]}}'
 
 
 def test_d3_the_template_of_qwen25_renders_exactly() -> None:
-    """Templates too rich for a Jinja made at home. With a system message, several turns, tools and empty content."""
+    """With a system message, several turns, tool calls, their results, and empty content."""
     assert ChatTemplate(QWEN25_LIKE).render([SYSTEM, *TALK]) == (
         "<|im_start|>system\nSei <kurz> & 'gut'.<|im_end|>\n"
         "<|im_start|>user\nÜnïcode 好 🔥?<|im_end|>\n"
@@ -98,7 +97,7 @@ def test_d3_the_template_of_qwen25_renders_exactly() -> None:
 
 
 def test_d3_the_template_of_qwen3_renders_exactly() -> None:
-    """messages[::-1], namespace, `is string`, startswith and tojson; no system message of its own."""
+    """It uses messages[::-1], namespace, `is string`, startswith and tojson, and adds no system message."""
     text = ChatTemplate(QWEN3_LIKE).render(TALK[:3])
     assert text == (
         "<|im_start|>user\nÜnïcode 好 🔥?<|im_end|>\n"
@@ -114,7 +113,7 @@ def test_d3_the_template_of_qwen3_renders_exactly() -> None:
 
 @pytest.mark.parametrize(("thinking", "end"), [(True, ""), (False, "<think>\n\n</think>\n\n"), (None, "")])
 def test_d4_the_switch_of_the_template_is_passed_on(thinking: bool | None, end: str, tmp_path: Path) -> None:
-    """enable_thinking that nobody can set; earlier reasoning that fills the history."""
+    """enable_thinking reaches the template, which leaves earlier reasoning out."""
     checkpoint = write_chat_checkpoint(tmp_path / "m", template=QWEN3_LIKE)
     chat = opened(exported_as(checkpoint, tmp_path / "out"))
     messages = [
@@ -130,7 +129,7 @@ def test_d4_the_switch_of_the_template_is_passed_on(thinking: bool | None, end: 
 
 
 def test_d4_reasoning_split_over_tokens_is_kept_from_scripts() -> None:
-    """<think> leaks into what scripts read."""
+    """The answer has nothing of the tags and of what is between them."""
     splitter = ReasoningSplitter()
     parts = [splitter.push(character) for character in "<think>\nTwo and two.\n</think>\n\nFour."]
     parts.append(splitter.flush())
@@ -139,7 +138,7 @@ def test_d4_reasoning_split_over_tokens_is_kept_from_scripts() -> None:
 
 
 def test_d5_rows_without_a_token_are_never_chosen(tmp_path: Path) -> None:
-    """A padded row of the head that is the best of all, at each step: it names no token, and crashes decoding."""
+    """A padded row of the head is never chosen, though its logit is the best of all at each step."""
     raw = {**QWEN2, "vocab_size": 448, "tie_word_embeddings": False, "num_hidden_layers": 2}
     tensors = write_checkpoint(tmp_path / "m", raw)
     head = tensors["lm_head.weight"]
@@ -150,17 +149,17 @@ def test_d5_rows_without_a_token_are_never_chosen(tmp_path: Path) -> None:
     folder = exported_as(tmp_path / "m", tmp_path / "out")
     runner = Runner(folder, ON_CPU)
     assert runner.prefill(runner.new_cache(), np.array([[1, 2, 3]])).argmax() in (NAMED + 3, NAMED + 7)
-    for options in ({}, {"sampling": SamplingOptions(temperature=2.0, seed=1)}):
+    for options in ({}, {"temperature": 2.0, "seed": 1}):
         tokens = list(opened(folder).generate("dog", max_new_tokens=30, ignore_eos=True, **options))
         assert len(tokens) == 30
         assert max(token.token_id for token in tokens) < NAMED
-    on_device = Chat(Runner(folder, SessionOptions("cpu", threads=1, greedy_on_device=True)))
+    on_device = Chat(Runner(folder, SessionOptions(provider="cpu", threads=1, greedy_on_device=True)))
     chosen = [token.token_id for token in on_device.generate("dog", max_new_tokens=20, ignore_eos=True)]
     assert max(chosen) < NAMED
 
 
 def test_d5_a_tokenizer_larger_than_the_embedding_is_an_error(tmp_path: Path) -> None:
-    """The other way round: ids that the model's own tokenizer makes, and that have no row."""
+    """An id without a row is refused at export; a tokenizer of just as many is not."""
     write_chat_checkpoint(tmp_path / "m", vocab_size=NAMED - 2)
     error = command("export", tmp_path / "m", tmp_path / "out").error
     assert f"ids up to {NAMED - 1}" in error
@@ -170,7 +169,7 @@ def test_d5_a_tokenizer_larger_than_the_embedding_is_an_error(tmp_path: Path) ->
 
 
 def test_d6_ids_are_those_that_were_stored() -> None:
-    """Re-implementations that trim or merge otherwise, a little, so that nobody notices."""
+    """For 200 texts and more, to the last id."""
     stored: dict[str, list[int]] = json.loads(IDS_FILE.read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_folder(tiny())
     assert len(stored) >= 200
@@ -196,7 +195,7 @@ def test_d6_stored_ids_are_those_of_transformers() -> None:
     ],
 )
 def test_d8_null_tokens_add_nothing(tokens: dict[str, Any], tmp_path: Path) -> None:
-    """bos_token null: tools insert a comma, the word None, or crash."""
+    """A bos_token of null is no text and no id."""
     write_checkpoint(
         tmp_path / "m", {**QWEN2, "vocab_size": 400, "num_hidden_layers": 1, "bos_token_id": None}
     )

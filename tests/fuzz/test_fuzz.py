@@ -36,7 +36,7 @@ def verify(cases: list[Case], results: list[Result]) -> None:
 
 
 def test_a_short_run(base: Path) -> None:
-    """A traceback, a hang, a crash of the process, or a file written elsewhere, on input that nobody tried."""
+    """No case ends in a traceback, a hang, a crash of the process, or a file that is written elsewhere."""
     cases = choose_cases(SHORT)
     assert len(cases) >= SHORT
     verify(cases, run_cases(cases, base))
@@ -51,14 +51,14 @@ def test_a_long_run(base: Path) -> None:
 
 
 def test_a_case_is_the_same_each_time(base: Path) -> None:
-    """A number in the corpus that stands for another case today."""
+    """A number in the corpus stands for one case, whatever ran before it."""
     cases = [(target, number) for target in TARGETS for number in (3, 4)]
     first, second = ([result.outcome for result in run_cases(order, base)] for order in (cases, cases[::-1]))
     assert first == second[::-1]
 
 
 def test_what_is_a_fault_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fuzzer that finds nothing because it cannot, or that ends with the first process that dies."""
+    """Each kind of fault is found, and the cases after one that kills its process are run."""
     monkeypatch.setenv("QWEN_ONNX_FUZZ_SECONDS", "1")
     said = (
         "ended with -11",

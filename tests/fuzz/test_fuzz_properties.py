@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from qwen_onnx.checkpoints.config import QwenConfig, parse_config
 from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.cli.main import main
+from qwen_onnx.contract.manifest import Manifest, read_manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import Manifest, read_manifest
-from qwen_onnx.runners.text.eos_ids import stop_ids
+from qwen_onnx.runners.text.eos_ids import eos_ids
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer, special_token_text
 from support.chats import endless
@@ -65,7 +65,7 @@ def a_manifest(values: dict[str, Any]) -> None:
 def a_generation_config(value: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-        found = refusal_is_one_line(stop_ids, Path(folder), None, None)
+        found = refusal_is_one_line(eos_ids, Path(folder), None, None)
     assert found is None or all(type(token_id) is int for token_id in found)
 
 
@@ -137,7 +137,7 @@ def verify(name: str, examples: int) -> None:
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_hundred_examples(name: str) -> None:
-    """A traceback, or a line that is none, for what a file or an option may hold."""
+    """Whatever a file or an option holds is right, or refused in one line."""
     verify(name, 60 if name == "command" else 120)
 
 

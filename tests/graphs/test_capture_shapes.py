@@ -30,15 +30,15 @@ def shapes(model: Exported, entry: str, live: int) -> dict[str, tuple[int, ...]]
         contract.TOTAL_SEQUENCE_LENGTH: np.array(CAPACITY, np.int32),
         contract.LOGIT_BIAS: np.zeros(model.config.vocab_size, np.float32),
     }
-    feeds = {}
+    inputs = {}
     for spec in graph.inputs:
         if spec.name.startswith("past_key_values."):
-            feeds[spec.name] = np.zeros(
+            inputs[spec.name] = np.zeros(
                 (BATCH, int(spec.shape[1]), CAPACITY, int(spec.shape[3])), NUMPY[spec.dtype]
             )
         else:
-            feeds[spec.name] = small[spec.name]
-    values = evaluate(onnx.load(model.folder / graph.file), feeds)
+            inputs[spec.name] = small[spec.name]
+    values = evaluate(onnx.load(model.folder / graph.file), inputs)
     return {name: value.shape for name, value in values.items() if not name.endswith(".scores")}
 
 
@@ -49,15 +49,15 @@ def shapes(model: Exported, entry: str, live: int) -> dict[str, tuple[int, ...]]
 def test_shapes_follow_batch_and_capacity_alone(
     name: str, dtype: str, entry: str, exported: Callable[..., Exported]
 ) -> None:
-    """A captured graph computes with the shapes of the step it was captured at, whatever comes after."""
+    """A captured graph keeps the shapes of the step that it was captured at."""
     model = exported(name, dtype)
     first = shapes(model, entry, 0)
     assert len(first) > 30
     assert first == shapes(model, entry, 13) == shapes(model, entry, CAPACITY - 1)
 
 
-def test_a_graph_that_slices_is_caught(exported: Callable[..., Exported]) -> None:
-    """The CPU's graph, whose mask is as long as the cache is full."""
+def test_only_graphs_that_are_not_captured_slice(exported: Callable[..., Exported]) -> None:
+    """The CPU's graph does, whose mask is as long as the cache is full; so the test above would catch one."""
     graph = onnx.load(exported("qwen2").path("decode", "static"), load_external_data=False).graph
     assert "Slice" in {node.op_type for node in graph.node}
     assert all(

@@ -17,8 +17,9 @@ from onnx import TensorProto
 
 from qwen_onnx import contract
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header
-from qwen_onnx.exports.plan import build_planned, graph_plans
-from qwen_onnx.graphs.build import StoredParameter, save_graph
+from qwen_onnx.exports.layouts.known import choose_layout
+from qwen_onnx.exports.plan import ExportKind, build_planned, graph_plans
+from qwen_onnx.graphs.graph_file import StoredParameter, save_graph
 from support.checkpoints import CONFIGS, write_checkpoint
 from support.exports import IDS, ContribCache, Exported, export_checkpoint
 from support.tolerances import EXACT, F16, F16_ORDER, assert_close
@@ -34,7 +35,7 @@ LENGTHS = [3, 17, 40]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [1, 2, 17, 97])
 def test_prefill_of_any_length(name: str, tokens: int, exported: Export) -> None:
-    """Logits of another position than the last; a first prompt taken for one after another."""
+    """The logits are of the last token, and the next one goes on from there."""
     model = exported(name, "f16")
     cache, wanted = ContribCache(model, 1), model.wanted(IDS[0, :98])
     assert_close(cache.prefill(0, IDS[0, :tokens]), wanted[tokens - 1], F16)
@@ -43,7 +44,7 @@ def test_prefill_of_any_length(name: str, tokens: int, exported: Export) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_and_then_64_tokens(name: str, exported: Export) -> None:
-    """A chunk that sees too much or too little of what is cached; drift, step after step."""
+    """Each chunk sees what was before it, and the last token is as near to the reference as the first."""
     model = exported(name, "f16")
     cache, wanted, end = ContribCache(model, 1), model.wanted(IDS[0, :96]), 0
     for tokens in (5, 17, 1, 2, 7):
@@ -70,7 +71,7 @@ def ragged(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_filled_one_at_a_time_and_decoded_together(name: str, exported: Export) -> None:
-    """One length used for all rows, or the capacity; a row's slots written to its neighbour."""
+    """Each row has its own length, and its own slots are written."""
     model = exported(name, "f16")
     found = ragged(model)
     for row, length in enumerate(LENGTHS):
@@ -83,8 +84,10 @@ def test_rows_filled_one_at_a_time_and_decoded_together(name: str, exported: Exp
     [{"unread": 6e4}, {"unread": 0.0}, {"live_total": True}, {"bound": False}],
     ids=["large", "zeros", "total", "plain"],
 )
-def test_what_must_not_matter_does_not(name: str, options: dict[str, Any], exported: Export) -> None:
-    """Unread slots; capacity or live length as total_sequence_length of a decode; a buffer read while written."""
+def test_the_bits_do_not_depend_on_how_a_step_is_given(
+    name: str, options: dict[str, Any], exported: Export
+) -> None:
+    """Not on unread slots, capacity or live length as total_sequence_length of a decode, or shared buffers."""
     model = exported(name, "f16")
     assert_close(ragged(model, **options), ragged(model), EXACT)
 
@@ -117,7 +120,7 @@ def without_types(model: onnx.ModelProto, own: int) -> bytes:
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_f16_and_bf16_graphs_differ_in_types_only(name: str, entry: str, exported: Export) -> None:
-    """So that what runs here in f16 says something of bf16, which no CPU runs."""
+    """So that f16, which runs here, stands for bf16, which no CPU runs."""
     halves = [
         without_types(proto(exported(name, dtype), entry), own)
         for dtype, own in (("f16", TensorProto.FLOAT16), ("bf16", TensorProto.BFLOAT16))
@@ -128,7 +131,7 @@ def test_f16_and_bf16_graphs_differ_in_types_only(name: str, entry: str, exporte
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_matrices_are_views_of_the_checkpoints_own(name: str, dtype: str, exported: Export) -> None:
-    """A second copy of most weights; a packed matrix that begins or ends within another tensor."""
+    """There is no second copy: each spans whole tensors that lie side by side."""
     model = exported(name, dtype)
     places = read_header(model.folder / contract.WEIGHTS_FILE)
     assert not [weight for weight in places if "qkv" in weight or "gate_up" in weight]
@@ -158,13 +161,15 @@ def packed_places(name: str, places: dict[str, StoredTensor]) -> list[StoredTens
 
 @pytest.mark.parametrize("part", ["self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"])
 def test_weights_that_lie_apart_are_not_read_as_one(part: str, exported: Export, tmp_path: Path) -> None:
-    """A hole or another tensor taken for weights, where the order of the file changed."""
+    """Where another order of the file leaves a hole, or another tensor between them."""
     model = exported("qwen2", "f16")
     places = {
         name: StoredParameter(contract.WEIGHTS_FILE, place.offset, place.nbytes)
         for name, place in read_header(model.folder / contract.WEIGHTS_FILE).items()
     }
-    plan = next(plan for plan in graph_plans(model.config, "f16") if plan.lowering.name == "contrib")
+    layout, _ = choose_layout("plain", None, "f16")
+    plans = graph_plans(model.config, ExportKind("f16", layout))
+    plan = next(plan for plan in plans if plan.lowering.name == "contrib")
 
     def save(stored: dict[str, StoredParameter]) -> None:
         save_graph(build_planned(plan, model.config, 128), tmp_path / "graph.onnx", stored)
@@ -181,7 +186,7 @@ def test_weights_that_lie_apart_are_not_read_as_one(part: str, exported: Export,
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_bias"])
 def test_linked_weights_are_read_one_by_one_to_the_same_logits(name: str, tmp_path: Path) -> None:
-    """A checkpoint's own file has q, k and v in any order and place: no view spans them."""
+    """A checkpoint's own file may have q, k and v in any order and place."""
     write_checkpoint(tmp_path / "checkpoint", CONFIGS[name], dtype="F16", shards=2)
     packed = export_checkpoint(tmp_path / "checkpoint", tmp_path / "packed", "f16")
     linked = export_checkpoint(tmp_path / "checkpoint", tmp_path / "linked", "f16", link=True)

@@ -1,4 +1,4 @@
-"""f16 and bf16 graphs node by node, each value in its declared type: what a GPU does and a CPU hides."""
+"""f16 and bf16 graphs node by node, each value in its declared type, as a GPU computes and a CPU does not."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def check(run: Run) -> None:
 def test_node_by_node_as_the_reference(
     name: str, dtype: str, lowering: str, exported: Callable[..., Exported]
 ) -> None:
-    """The bf16 graphs, which no CPU runs; and this evaluator itself, in f32."""
+    """The bf16 graphs too, which no CPU runs, and the evaluator itself, in f32."""
     check(Run(exported(name, dtype), lowering))
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_linked_weights_node_by_node(dtype: str, tmp_path: Path) -> None:
-    """The same graphs, with queries, keys and values from matrices of their own."""
+    """Queries, keys and values are then of a matrix each."""
     write_checkpoint(tmp_path / "checkpoint", QWEN2, dtype="F16" if dtype == "f16" else "BF16")
     model = export_checkpoint(tmp_path / "checkpoint", tmp_path / "export", dtype, link=True)
     (tmp_path / "checkpoint" / "model.safetensors").unlink()  # onnx reads no file that has two names
@@ -95,7 +95,7 @@ def test_linked_weights_node_by_node(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", EVERY_KIND, ids="-".join)
 def test_outliers_stay_finite_and_right(kind: Kind, outliers: Callable[[Kind], Exported]) -> None:
-    """ "!!!!!!": scores beyond 65,504 or squares of a state overflow, and NaN logits choose token 0."""
+    """Scores beyond 65,504 and squares of such states do not overflow."""
     lowering = kind[1]
     run = Run(outliers(kind), lowering)
     for ran in run.ran:
@@ -117,7 +117,7 @@ def test_outliers_stay_finite_and_right(kind: Kind, outliers: Callable[[Kind], E
 def test_what_may_overflow_is_f32_in_the_graph(
     index: int, dtype: str, outliers: Callable[[Kind], Exported]
 ) -> None:
-    """Precision left to flags of a runtime (TensorRT dropped them): it lives in the types of the values."""
+    """No flag of a runtime is needed for it: the precision is in the types of the values."""
     run = Run(outliers((dtype, "static-capture")), "static-capture")
     values, graph = run.ran[index].values, run.graphs["prefill" if index == 0 else "decode"].graph
     stored = {tensor.name: tensor.data_type for tensor in graph.initializer}
@@ -165,7 +165,7 @@ def changed(model: Exported, lowering: str, part: str) -> Run:
 
 @pytest.mark.parametrize("lowering", ["contrib", "static-capture"])
 def test_attention_in_f16_is_caught(lowering: str, outliers: Callable[[Kind], Exported]) -> None:
-    """The check itself: it must see the scores overflow, and be content with the same change on usual weights."""
+    """The test above sees scores overflow."""
     run = changed(outliers(("f16", lowering)), lowering, "attention")
     found = not_finite(run.ran[0].values)
     attention = "GroupQueryAttention" if lowering == "contrib" else "Attention"
@@ -176,7 +176,7 @@ def test_attention_in_f16_is_caught(lowering: str, outliers: Callable[[Kind], Ex
 
 @pytest.mark.parametrize("lowering", ["contrib", "static-capture"])
 def test_norm_statistics_in_f16_are_caught(lowering: str, outliers: Callable[[Kind], Exported]) -> None:
-    """A mean square of infinity makes zeros, not NaN: only the logits tell."""
+    """A mean square of infinity makes zeros, not NaN: the logits are far off."""
     assert changed(outliers(("f16", lowering)), lowering, "norms").distance > 10 * F16.bound
 
 
@@ -185,5 +185,5 @@ def test_norm_statistics_in_f16_are_caught(lowering: str, outliers: Callable[[Ki
 def test_the_changes_do_no_harm_to_usual_weights(
     name: str, lowering: str, part: str, exported: Callable[..., Exported]
 ) -> None:
-    """So what the two tests above catch is overflow, and not a graph that the change broke."""
+    """So that what the two tests above catch is overflow alone."""
     assert changed(exported(name, "f16"), lowering, part).distance < F16.bound

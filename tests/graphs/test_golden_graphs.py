@@ -1,4 +1,4 @@
-"""Every graph is the one that was recorded: a change of graphs/ that is to change none of them proves it here."""
+"""Every graph is the one that was recorded: a change of graphs/ that is meant to change none is tested by this."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from onnx import TensorProto, helper
 
 from qwen_onnx import contract
 from qwen_onnx.checkpoints.safetensors_file import read_header
-from qwen_onnx.graphs.build import verify
-from qwen_onnx.manifest import GraphSpec
+from qwen_onnx.contract.manifest import GraphSpec
+from qwen_onnx.graphs.graph_file import verify
 from support.checkpoints import CONFIGS
-from support.exports import IDS, Exported, open_on_cpu
+from support.exports import IDS, Exported, open_on_cpu, past_names, present_names
 from support.tolerances import F16, F16_ORDER, assert_close
 
 Export = Callable[..., Exported]
@@ -87,7 +87,7 @@ def hidden_type(spec: GraphSpec, dtype: str) -> int:
 
 
 def test_which_lowering_serves_which_provider(exported: Export) -> None:
-    """Fused attention for heads that its operator cannot rotate; an entry that a provider lacks."""
+    """Fused attention only for heads that its operator rotates; each provider has every entry."""
     for name, dtype, of_cuda in (
         ("qwen2", "f32", "static-capture"),
         ("qwen2", "f16", "contrib"),
@@ -107,7 +107,7 @@ def test_which_lowering_serves_which_provider(exported: Export) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_bias"])
 def test_types_are_those_that_were_asked_for(name: str, dtype: str, exported: Export) -> None:
-    """A "half" export with f32 weights or outputs; rotary tables rounded along with the weights."""
+    """Weights, states and cache are; rotary tables, logits and their bias are f32."""
     for spec, graph in decoders(exported(name, dtype)):
         hidden = hidden_type(spec, dtype)
         for value, (element, _) in interface(graph).items():
@@ -135,7 +135,7 @@ def test_types_are_those_that_were_asked_for(name: str, dtype: str, exported: Ex
 
 @pytest.mark.parametrize(("name", "dtype"), EVERY_EXPORT)
 def test_shapes_of_inputs_and_outputs(name: str, dtype: str, exported: Export) -> None:
-    """Cache sized by query heads or by hidden / heads; logits of every position; nameless dimensions."""
+    """The cache has key/value heads of head_dim, logits are of one position, and every free dimension has a name."""
     model = exported(name, dtype)
     config = model.config
     cache = ["batch_size", config.num_key_value_heads, "cache_capacity", config.head_dim]
@@ -159,14 +159,14 @@ def test_shapes_of_inputs_and_outputs(name: str, dtype: str, exported: Export) -
             assert shapes.pop("logit_bias") == [config.vocab_size]
             assert {value: shapes.pop(value) for value in advanced} == advanced
         layers = config.num_hidden_layers
-        assert list(shapes) == contract.past_names(layers) + contract.present_names(layers)
+        assert list(shapes) == past_names(layers) + present_names(layers)
         assert all(shape == cache for shape in shapes.values())
         assert {value.name: list(value.shape) for value in spec.outputs}["logits"] == ["batch_size", 1, 320]
 
 
 @pytest.mark.parametrize(("name", "dtype"), EVERY_EXPORT)
 def test_graphs_are_plain_and_small(name: str, dtype: str, exported: Export) -> None:
-    """IsNaN guards, Constant nodes, folded copies of weights, contrib operators where none were asked for."""
+    """No guards, Constant nodes or copies of weights, and operators of com.microsoft in `contrib` only."""
     for spec, proto in graphs(exported(name, dtype)):
         contrib = {"com.microsoft": 1} if spec.lowering == "contrib" else {}
         assert {opset.domain: opset.version for opset in proto.opset_import} == {"": 24, **contrib}
@@ -205,7 +205,7 @@ def test_graphs_are_plain_and_small(name: str, dtype: str, exported: Export) -> 
     [("qwen2", "f32"), ("qwen3_bias", "f32"), ("qwen3", "f16"), ("qwen2_14_2", "bf16"), ("qwen2", "int4")],
 )
 def test_every_size_has_a_number_or_a_name(name: str, dtype: str, exported: Export) -> None:
-    """ONNX Runtime searches all dead buffers for each value of unknown size: loads took three times as long."""
+    """ONNX Runtime plans memory by them: without, a graph takes three times as long to load."""
     model = exported(name, dtype)
     for spec in model.manifest.graphs:
         if spec.lowering == "portable":
@@ -224,7 +224,7 @@ def test_every_size_has_a_number_or_a_name(name: str, dtype: str, exported: Expo
     ("dtype", "lowering"), [("f32", "static"), ("f32", "static-capture"), ("f16", "contrib")]
 )
 def test_nodes_are_named_after_the_checkpoint(dtype: str, lowering: str, exported: Export) -> None:
-    """A profile or an error names MatMul_1312: nobody finds the layer."""
+    """So that a profile or an error names the layer."""
     if lowering == "contrib":
         attention, linear, norm, qkv = (
             "GroupQueryAttention", "FusedMatMul", "SkipSimplifiedLayerNormalization", "qkv",
@@ -254,7 +254,7 @@ def test_operators_of_a_decode_graph(dtype: str, lowering: str, exported: Export
 
 @pytest.mark.parametrize(("name", "dtype"), EVERY_EXPORT)
 def test_weights_lie_once_in_one_file(name: str, dtype: str, exported: Export) -> None:
-    """A tied or transposed matrix stored twice; prefill and decode with weights of their own.
+    """Tied matrices too; prefill and decode read the same bytes.
 
     What `contrib` graphs read as one matrix is looked at in test_contrib_graphs.
     """
@@ -282,7 +282,7 @@ def test_weights_lie_once_in_one_file(name: str, dtype: str, exported: Export) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_that_belong_together_are_adjacent(dtype: str, exported: Export) -> None:
-    """One initializer over q, k and v is their packed matrix, as long as nothing lies between them."""
+    """So that one initializer spans q, k and v as their packed matrix."""
     model = exported("qwen3_bias", dtype)
     places = read_header(model.folder / contract.WEIGHTS_FILE)
     for layer in range(model.config.num_hidden_layers):
@@ -320,7 +320,7 @@ def _mixed_types(graph: onnx.GraphProto) -> None:
     "spoil", [_wrong_element, _wrong_shape, _missing_value, _unknown_operator, _mixed_types]
 )
 def test_verify_refuses_a_broken_graph(spoil: Callable[[onnx.GraphProto], None], exported: Export) -> None:
-    """Strict shape inference that is lenient, or looks at nothing."""
+    """Each of them is found by the checker or by strict shape inference."""
     proto = one(exported("qwen2"), "prefill", "static")
     verify(proto)
     spoil(proto.graph)
@@ -332,19 +332,19 @@ def test_verify_refuses_a_broken_graph(spoil: Callable[[onnx.GraphProto], None],
     ("name", "lowering"), [("qwen2", "contrib"), ("qwen3", "contrib"), ("qwen2_14_2", "static-capture")]
 )
 def test_f16_loads_and_agrees_at_every_optimization_level(name: str, lowering: str, exported: Export) -> None:
-    """A runtime's fusion that has no f16 kernel, or changes the result; reuse of buffers of another shape."""
+    """Fusions have f16 kernels and change nothing, nor does the reuse of buffers."""
     model, tokens = exported(name, "f16"), 25
     layers, spec = model.manifest.num_hidden_layers, model.cache_spec("prefill", lowering)
     shape = (2, int(spec.shape[1]), 32, int(spec.shape[3]))
-    feeds = {contract.INPUT_IDS: IDS[:2, :tokens]}
-    feeds |= {name: np.zeros(shape, np.float16) for name in contract.past_names(layers)}
+    inputs = {contract.INPUT_IDS: IDS[:2, :tokens]}
+    inputs |= {name: np.zeros(shape, np.float16) for name in past_names(layers)}
     if lowering == "contrib":  # a first prompt: rows of one length may go together
-        feeds[contract.SEQLENS_K] = np.full(2, tokens - 1, np.int32)
-        feeds[contract.TOTAL_SEQUENCE_LENGTH] = np.array(tokens, np.int32)
+        inputs[contract.SEQLENS_K] = np.full(2, tokens - 1, np.int32)
+        inputs[contract.TOTAL_SEQUENCE_LENGTH] = np.array(tokens, np.int32)
     else:
-        feeds[contract.ATTENTION_MASK] = np.ones((2, 32), np.int64)
-        feeds[contract.POSITION_IDS] = np.tile(np.arange(tokens), (2, 1))
-        feeds[contract.WRITE_INDICES] = np.zeros(2, np.int64)
+        inputs[contract.ATTENTION_MASK] = np.ones((2, 32), np.int64)
+        inputs[contract.POSITION_IDS] = np.tile(np.arange(tokens), (2, 1))
+        inputs[contract.WRITE_INDICES] = np.zeros(2, np.int64)
     wanted = np.stack([model.wanted(IDS[row, :tokens])[-1] for row in range(2)])
     first = None
     for level in ("DISABLE_ALL", "ENABLE_BASIC", "ENABLE_EXTENDED", "ENABLE_ALL"):
@@ -355,14 +355,14 @@ def test_f16_loads_and_agrees_at_every_optimization_level(name: str, lowering: s
                 enable_mem_pattern=reuse,
             )
             for _ in range(2):  # the second run reuses what the first planned
-                found = session.run([contract.LOGITS], feeds)[0][:, 0]
+                found = session.run([contract.LOGITS], inputs)[0][:, 0]
             assert_close(found, wanted, F16)
             first = found if first is None else first
             assert_close(found, first, F16_ORDER)
 
 
 def test_a_grouped_decode_graph(exported: Export) -> None:
-    """Its operators, and the interface of `static-capture`: the runner feeds both alike."""
+    """It has the inputs and outputs of `static-capture`: the runner gives both the same."""
     model = exported("qwen2")
     graph, captured = one(model, "decode", "static-grouped"), one(model, "decode", "static-capture")
     verify(graph)

@@ -51,7 +51,7 @@ def check(batch: LeftPadded, logits: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("name", "dtype", "lowering"), EVERY_EXPORT)
 def test_every_batch_length_and_past(name: str, dtype: str, lowering: str, exported: Export) -> None:
-    """Works only for the traced batch and length; past of 0; q_len 1 in the prefill graph."""
+    """A past of 0 and one token in the prefill graph among them."""
     for batch_size in (1, 2, 3):
         for past in (0, 1, 9):
             for length in (1, 2, 17):
@@ -83,7 +83,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[int], bool]:
 def test_any_history_of_left_padded_rows(
     name: str, dtype: str, lowering: str, history: tuple[list[int], list[int], bool], exported: Export
 ) -> None:
-    """Positions counted from the longest row; padding looked at; a chunk of padding only; stale slots read."""
+    """Positions count from each row's beginning; padding and stale slots are not read; chunks may be padding only."""
     pads, steps, bound = history
     batch = LeftPadded(DirectCache(exported(name, dtype), len(pads), bound=bound, lowering=lowering), pads)
     for queries in steps:
@@ -94,7 +94,7 @@ def test_any_history_of_left_padded_rows(
 def test_longest_prompt_after_the_longest_past(
     name: str, dtype: str, lowering: str, exported: Export
 ) -> None:
-    """The ends of the ranges above, which a search need not try."""
+    """The ends of the ranges above, which a random search may not try."""
     for steps, pads in (([97], [0, 96]), ([60, 60], [0, 0]), ([60, 97], [37, 60, 156])):
         batch = LeftPadded(DirectCache(exported(name, dtype), len(pads), lowering=lowering), pads)
         for queries in [*steps, 1]:
@@ -103,7 +103,7 @@ def test_longest_prompt_after_the_longest_past(
 
 @pytest.mark.parametrize(("name", "dtype", "lowering"), SLICED)  # the others want padding on the left
 def test_ragged_rows_padded_on_the_right(name: str, dtype: str, lowering: str, exported: Export) -> None:
-    """Logits of the last slot instead of each row's last token; one write index used for all rows."""
+    """Logits are of each row's last token, and each row is written from its own end on."""
     model = exported(name, dtype)
     cache, held = DirectCache(model, 3, capacity=48, lowering=lowering), [0, 0, 0]
 
@@ -138,7 +138,7 @@ def test_ragged_rows_padded_on_the_right(name: str, dtype: str, lowering: str, e
 def test_a_row_that_may_look_at_nothing_is_finite(
     name: str, dtype: str, lowering: str, bound: bool, exported: Export
 ) -> None:
-    """-inf masks: softmax of a fully masked row is NaN, and leaks through the cache. DirectCache looks there."""
+    """No NaN of a softmax over nothing gets into the cache; DirectCache looks there."""
     batch = LeftPadded(DirectCache(exported(name, dtype), 3, bound=bound, lowering=lowering), [12, 5, 0])
     for queries in (5, 7, 1, 1):
         check(batch, batch.step(queries))
@@ -153,7 +153,7 @@ def test_a_row_that_may_look_at_nothing_is_finite(
     ],
 )
 def test_64_greedy_ids_are_those_of_the_reference(name: str, lowering: str, exported: Export) -> None:
-    """By induction: each id is the reference's choice after the ids before it."""
+    """Each id is the reference's choice after the ids before it, and so all are."""
     model = exported(name)
     batch = LeftPadded(DirectCache(model, 1, lowering=lowering), [0], IDS[:1].copy())
     logits = batch.step(23)
@@ -166,7 +166,7 @@ def test_64_greedy_ids_are_those_of_the_reference(name: str, lowering: str, expo
 
 @pytest.mark.parametrize(("name", "lowering"), SEVERAL_STEPS)
 def test_whole_chunked_and_stepwise_prefill_agree(name: str, lowering: str, exported: Export) -> None:
-    """A multi-token step on a filled cache sees too much or too little of it."""
+    """A step of several tokens on a filled cache sees as much of it as single steps do."""
 
     def run(steps: Sequence[int], entry: str | None = None) -> np.ndarray:
         batch = LeftPadded(DirectCache(exported(name), 2, lowering=lowering), [0, 4])
@@ -180,7 +180,7 @@ def test_whole_chunked_and_stepwise_prefill_agree(name: str, lowering: str, expo
 
 @pytest.mark.parametrize(("name", "lowering"), SEVERAL_STEPS)
 def test_bound_and_plain_runs_are_equal(name: str, lowering: str, exported: Export) -> None:
-    """Right at batch 1 or step 1, wrong after: buffers read while they are written."""
+    """At every batch size and step, though buffers are then read and written in one run."""
     for batch_size in (1, 2, 3):
         bound, plain = (
             LeftPadded(
@@ -199,7 +199,7 @@ def test_bound_and_plain_runs_are_equal(name: str, lowering: str, exported: Expo
 def test_decode_after_prompts_around_a_threshold(
     name: str, overrides: dict[str, int], prompt: int, exported: Export
 ) -> None:
-    """Good short answers, nonsense past half the window: 64 positions here, 32 before YaRN stretches them."""
+    """Around half of the positions, 64 here, and around the 32 that YaRN stretches."""
     batch = LeftPadded(DirectCache(exported(name, **overrides), 1), [0])
     for queries in (prompt, 1, 1, 1, 1):
         check(batch, batch.step(queries))
@@ -208,7 +208,7 @@ def test_decode_after_prompts_around_a_threshold(
 
 @pytest.mark.parametrize("name", ["qwen2_yarn", "qwen2_yarn_new", "qwen2_linear"])
 def test_stretched_positions_beyond_the_original_length(name: str, exported: Export) -> None:
-    """rope_scaling ignored, unnoticed in short prompts: here up to position 127, the original length being 32."""
+    """rope_scaling counts up to position 127, the original length being 32; without it the logits are others."""
     model = exported(name)
     batch = LeftPadded(DirectCache(model, 1), [0])
     logits = batch.step(100)
@@ -221,7 +221,7 @@ def test_stretched_positions_beyond_the_original_length(name: str, exported: Exp
 
 
 def test_positions_are_read_not_counted(exported: Export) -> None:
-    """position_ids taken from row 0, or made from slots: gaps and a late start show it."""
+    """Each row's own position_ids, with gaps and a late start."""
     model = exported("qwen2_yarn")
     positions = np.stack([np.arange(3, 128, 4), np.arange(32)])
     ids = IDS[:2, :32]

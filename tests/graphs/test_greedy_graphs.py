@@ -1,4 +1,4 @@
-"""The `greedy` graphs on the CPU provider, run without a runner: each puts out what its next step takes in."""
+"""The `greedy` graphs on the CPU provider, run without a runner: their outputs are the inputs of the next step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import safetensors.numpy
 
 from qwen_onnx import contract
 from support.checkpoints import CONFIGS, random_tensors, write_checkpoint
-from support.exports import IDS, ContribCache, DirectCache, Exported, LeftPadded, export_checkpoint
+from support.exports import (
+    IDS,
+    ContribCache,
+    DirectCache,
+    Exported,
+    LeftPadded,
+    export_checkpoint,
+    past_names,
+    present_names,
+)
 from support.tolerances import F16_ORDER, F32_ORDER, assert_close
 
 Export = Callable[..., Exported]
@@ -46,7 +55,7 @@ class Greedy:
     def __init__(self, model: Exported, lowering: str, batch_size: int) -> None:
         self.contrib, self.session = lowering == "contrib", model.session("greedy", lowering)
         layers, spec = model.manifest.num_hidden_layers, model.cache_spec("greedy", lowering)
-        self.past, self.present = contract.past_names(layers), contract.present_names(layers)
+        self.past, self.present = past_names(layers), present_names(layers)
         shape = (batch_size, int(spec.shape[1]), CAPACITY, int(spec.shape[3]))
         self.cache = [np.zeros(shape, spec.dtype) for _ in self.past]
         self.bias = np.zeros(model.config.vocab_size, np.float32)
@@ -71,12 +80,12 @@ class Greedy:
         if self.contrib:
             for row, prompt in enumerate(prompts):
                 for chunk in halves(len(prompt)):
-                    feeds = {
+                    inputs = {
                         contract.INPUT_IDS: prompt[None, chunk],
                         contract.SEQLENS_K: np.array([chunk.stop - 1], np.int32),
                         contract.TOTAL_SEQUENCE_LENGTH: np.array(chunk.stop, np.int32),
                     }
-                    self._run({name: over(array) for name, array in feeds.items()}, row)
+                    self._run({name: over(array) for name, array in inputs.items()}, row)
             return
         longest = max(map(len, prompts))
         pads = np.array([[longest - len(prompt)] for prompt in prompts])
@@ -84,13 +93,13 @@ class Greedy:
         self.mask[:, :longest] = np.arange(longest) >= pads
         for chunk in halves(longest):
             slots = np.arange(chunk.start, chunk.stop)
-            feeds = {
+            inputs = {
                 contract.INPUT_IDS: np.ascontiguousarray(ids[:, chunk]),
                 contract.POSITION_IDS: np.maximum(slots - pads, 0),
                 contract.WRITE_INDICES: np.full(len(prompts), chunk.start),
                 contract.ATTENTION_MASK: self.mask,
             }
-            self._run({name: over(array) for name, array in feeds.items()}, None)
+            self._run({name: over(array) for name, array in inputs.items()}, None)
 
     def step(self) -> None:
         """One token of each row, of the graph's own choice."""
@@ -157,7 +166,7 @@ class Host:
 def test_64_ids_of_a_graph_that_feeds_itself(
     name: str, dtype: str, lowering: str, batch_size: int, exclude: bool, exported: Export
 ) -> None:
-    """An input overwritten before its last reader; an id that was ruled out; a place that stands still or jumps.
+    """They are those that the host chooses: inputs are overwritten after they were read, and excluded ids never come.
 
     -inf is the bias of every third id: many of them would be chosen.
     """
@@ -179,7 +188,7 @@ def test_64_ids_of_a_graph_that_feeds_itself(
 
 @every_kind
 def test_what_a_step_leaves_for_the_next(name: str, dtype: str, lowering: str, exported: Export) -> None:
-    """Positions of padded rows counted by slots; several tokens that count as one; the first row's place for all."""
+    """Each row has its own place, which moves on by the tokens of the step; padding does not count."""
     greedy = Greedy(exported(name, dtype), lowering, 3)
     greedy.prefill(PROMPTS)
     for made in range(4):
@@ -194,7 +203,7 @@ def test_what_a_step_leaves_for_the_next(name: str, dtype: str, lowering: str, e
 
 @every_kind
 def test_a_tie_takes_the_lowest_id(name: str, dtype: str, lowering: str, exported: Export) -> None:
-    """The host's choice of two equals is the lower id: else a device says something else."""
+    """As the host does."""
     greedy = Greedy(exported(name, dtype), lowering, 3)
     greedy.bias[[200, 31, 77]] = 1e9  # beside it every logit vanishes in f32
     greedy.prefill(PROMPTS)
@@ -205,7 +214,7 @@ def test_a_tie_takes_the_lowest_id(name: str, dtype: str, lowering: str, exporte
 
 
 STRANGER = 300
-"""The token whose embedding is spoilt."""
+"""The token whose embedding is changed to what is no number."""
 
 
 def spoilt(folder: Path, dtype: str, value: float) -> Exported:
@@ -225,10 +234,7 @@ def spoilt(folder: Path, dtype: str, value: float) -> Exported:
 def test_logits_that_are_not_numbers_choose_minus_one(
     dtype: str, lowering: str, value: float, tmp_path: Path
 ) -> None:
-    """NaN logits choose token 0, and "!!!!!!!!" goes on until the context is full: here the row stands still.
-
-    The rows beside it go on.
-    """
+    """The row stands still then, and the rows beside it go on."""
     model = spoilt(tmp_path, dtype, value)
     prompts = [np.array([5, STRANGER, 9, 11]), np.array([5, 6, 9, 11])]
     greedy, fine = Greedy(model, lowering, 2), 1 if np.isnan(value) else 0

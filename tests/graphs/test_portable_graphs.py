@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from qwen_onnx import contract
 from support.checkpoints import CONFIGS
-from support.exports import IDS, Exported, export_checkpoint
+from support.exports import IDS, Exported, export_checkpoint, past_names
 from support.f16 import outlier_config, outlier_weights
 from support.portable import run
 from support.strict import not_finite
@@ -44,7 +44,7 @@ def test_node_by_node_as_the_reference(name: str, dtype: str, exported: Export) 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_outliers_stay_finite_and_right(dtype: str, tmp_path: Path) -> None:
-    """Scores beyond 65,504, and squares of a state: TensorRT and WebGPU compute f16 as it is written."""
+    """Scores beyond 65,504 and squares of such states too: TensorRT and WebGPU compute f16 as it is written."""
     raw = outlier_config(128)
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(raw))
@@ -61,7 +61,7 @@ def test_outliers_stay_finite_and_right(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_what_may_overflow_is_f32_in_the_graph(dtype: str, exported: Export) -> None:
-    """Precision that a runtime's flags would have to bring: TensorRT 11 has none."""
+    """No flag of a runtime is needed for it: TensorRT 11 has none."""
     values, _ = run(exported("qwen3", dtype))[0]
     for node in graph_of(exported("qwen3", dtype)).graph.node:
         if node.op_type in ("Softmax", "ReduceMean", "Sqrt", "Div", "CumSum"):
@@ -75,7 +75,7 @@ def test_what_may_overflow_is_f32_in_the_graph(dtype: str, exported: Export) -> 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_plain_operators_plain_shapes(name: str, dtype: str, exported: Export) -> None:
-    """One operator too new, one shape computed at run time, and a runtime refuses the file."""
+    """A newer operator, or a shape computed at run time, and some runtime would refuse the file."""
     model = exported(name, dtype)
     proto = graph_of(model)
     assert [(opset.domain, opset.version) for opset in proto.opset_import] == [("", 17)]
@@ -108,19 +108,19 @@ def test_plain_operators_plain_shapes(name: str, dtype: str, exported: Export) -
 
 
 def test_rows_that_end_before_the_others(exported: Export) -> None:
-    """Right padding, as some runtimes pad: the logits of a padding token, or of the last slot."""
+    """Padded on the right, as some runtimes pad: logits are of each row's last real token."""
     model = exported("qwen2")
     session, layers = model.session("prefill", "portable"), model.manifest.num_hidden_layers
     lengths = np.array([9, 4])
     mask = (np.arange(9) < lengths[:, None]).astype(np.int64)
     spec = model.cache_spec("prefill", "portable")
     empty = np.zeros((2, int(spec.shape[1]), 0, int(spec.shape[3])), np.float32)
-    feeds = {
+    inputs = {
         contract.INPUT_IDS: IDS[:2, :9],
         contract.ATTENTION_MASK: mask,
         contract.POSITION_IDS: np.tile(np.arange(9), (2, 1)),
-    } | dict.fromkeys(contract.past_names(layers), empty)
-    (logits,) = session.run([contract.LOGITS], feeds)
+    } | dict.fromkeys(past_names(layers), empty)
+    (logits,) = session.run([contract.LOGITS], inputs)
     for row, length in enumerate(lengths):
         wanted = model.wanted(IDS[row, :9])
         assert_close(logits[row, 0], wanted[length - 1], F32)

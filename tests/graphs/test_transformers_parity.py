@@ -87,7 +87,7 @@ def test_f32_equals_transformers_at_every_position(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("lm_head", ["copy", "own"])
 def test_untied_shards_in_f16(lm_head: Any, tmp_path: Path) -> None:
-    """Shards read in the wrong order, f16 read as bf16, a head of its own left out."""
+    """Weights in several files, and a head of its own."""
     raw = {**CONFIGS["qwen3_head_dim_48"], "tie_word_embeddings": False}
     write_checkpoint(tmp_path / "checkpoint", raw, dtype="F16", shards=3, lm_head=lm_head)
     model = export_checkpoint(tmp_path / "checkpoint", tmp_path / "export", "f32")
@@ -116,7 +116,7 @@ def test_narrow_exports_on_their_rounded_weights(
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_yarn", "qwen3"])
 @pytest.mark.parametrize("lengths", [(3, 5, 17), (17, 16, 1)])
 def test_left_padded_batch_equals_theirs(name: str, lengths: Sequence[int], tmp_path: Path) -> None:
-    """Rows of different length in one batch, prompt and decode: same mask, same positions."""
+    """Rows of different length in one batch, prompt and decode, with the same mask and positions."""
     model = export_random(tmp_path, name)
     prompt, total = max(lengths), max(lengths) + 8
     ids = np.full((3, total), 7)

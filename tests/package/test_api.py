@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ import onnxruntime
 import pytest
 
 import qwen_onnx
-from qwen_onnx import GenerationRequest, UserError, load
+import static_loop
+from qwen_onnx import UserError, load
 from qwen_onnx.runners.chat import Chat, Token
-from qwen_onnx.runners.model.open_graph import Opened
-from qwen_onnx.runners.runtime import machine as cores
+from qwen_onnx.runners.model.buffers import CacheMemory
+from qwen_onnx.runners.runtime.machine import physical_cores
 from qwen_onnx.runners.sampling.logits import greedy, top
 from qwen_onnx.runners.text.vocabulary import Vocabulary
-from support import foreign_loop
 from support.chats import copy_export, endless, tiny
 from support.damage import forge
 from support.refusals import refused
@@ -43,7 +44,8 @@ def test_the_example_of_the_package_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert qwen_onnx.__doc__ is not None
-    _, example = qwen_onnx.__doc__.split("\n\n", 1)
+    lines = inspect.cleandoc(qwen_onnx.__doc__).splitlines()
+    example = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
     assert "Qwen/Qwen2.5-0.5B-Instruct" in example
     exec(example.replace("Qwen/Qwen2.5-0.5B-Instruct", "tiny"), {})
     assert capsys.readouterr().out == "Hello! How can I help you?"
@@ -52,17 +54,19 @@ def test_the_example_of_the_package_runs(
 @pytest.mark.parametrize("name", ["export", "load"])
 def test_every_argument_is_typed_and_documented(name: str) -> None:
     function = getattr(qwen_onnx, name)
-    signature = inspect.signature(function)
-    arguments = inspect.getdoc(function).split("Args:")[1].split("Raises:")[0]
+    signature, doc = inspect.signature(function), inspect.getdoc(function)
+    arguments = doc.split("Args:")[1].split("Raises:")[0]
+    options = doc.split("Options:")[1]
     for parameter in signature.parameters.values():
         assert parameter.annotation is not inspect.Parameter.empty
-        assert f"    {parameter.name}: " in arguments
+        of_options = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert f"    {parameter.name}: " in (options if of_options else arguments)
     assert signature.return_annotation is not inspect.Signature.empty
     assert (Path(qwen_onnx.__file__).parent / "py.typed").exists()
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    """Seconds of import for `--help`; a need for torch that nobody stated."""
+    """So that `--help` is quick, and nothing needs torch."""
     code = "import qwen_onnx.cli.main, sys; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     heavy = {"numpy", "onnx", "onnxruntime", "onnxscript", "huggingface_hub", "torch", "transformers"}
@@ -71,7 +75,8 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 def test_errors_are_the_users_and_one_line(tmp_path: Path) -> None:
     refused(load, tmp_path / "nothing", mentions=("no such export folder",))
-    refused(load, str(endless()), max_context=0, mentions=("--max-context 0", "4096"))
+    refused(load, str(endless()), max_context=0, mentions=("max_context 0", "1 or more wanted"))
+    refused(load, endless(), max_context=4097, mentions=("--max-context 4097", "4096"))
     refused(load, endless(), provider="metal", mentions=("'metal'",))
     refused(qwen_onnx.export, tmp_path / "nothing", mentions=("no such folder",))
     refused(qwen_onnx.export, "tiny", endless().parent / "x", dtype="int2", mentions=("'int2'",))
@@ -88,7 +93,7 @@ def test_messages_text_and_ids_are_the_same_prompt() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1, HI[0]], [HI[0], 2], [1, "a"], ["a"], [None], [1.0]])
-def test_mixtures_are_refused(prompt: list[Any]) -> None:
+def test_mixtures_of_messages_and_ids_are_refused(prompt: list[Any]) -> None:
     refused(say, load(endless()), prompt, mentions=("not a mixture",))
 
 
@@ -97,8 +102,8 @@ def test_an_empty_prompt_is_refused(prompt: Any) -> None:
     refused(say, load(endless()), prompt, mentions=("empty",))
 
 
-def test_no_token_that_has_no_name() -> None:
-    """Padded rows of the embedding: an id is sampled that no tokenizer can decode."""
+def test_ids_that_name_no_token_are_never_chosen() -> None:
+    """An embedding may have more rows than the tokenizer has ids; those are not among the best either."""
     chat = load(endless())
     assert chat.tokenizer.size < chat.runner.manifest.vocab_size
     best = [token.top_logits for token in say(chat, HI, 100, ignore_eos=True, top_logits=1000)]
@@ -106,7 +111,7 @@ def test_no_token_that_has_no_name() -> None:
 
 
 def test_the_best_are_fewer_where_fewer_have_names() -> None:
-    """-Infinity among them, which is no JSON; ids that no tokenizer knows."""
+    """`top` gives finite logits of named ids only, so that they can be JSON."""
     logits = np.array([1.0, 9.0, 3.0, 9.0], np.float32)
     named = Vocabulary(3, np.array([1])).named(logits)
     assert top(named, 3) == [(2, 3.0), (0, 1.0)]
@@ -115,7 +120,7 @@ def test_the_best_are_fewer_where_fewer_have_names() -> None:
 
 
 def test_metrics_are_consistent() -> None:
-    """Tokens per second with the prompt's time in them; a time to first token that grows."""
+    """The prompt's time counts for the first token alone; each token has the same time to first token."""
     chat = load(endless())
     started = time.perf_counter()
     tokens = say(chat, HI, 6)
@@ -133,7 +138,7 @@ def test_metrics_are_consistent() -> None:
 
 
 def test_streamed_text_is_the_decoded_text() -> None:
-    """Characters of several tokens lost, doubled, or cut off at the end."""
+    """Characters of several tokens too, and where an answer ends within one."""
     chat = load(endless())
     long = say(chat, HI, 60, ignore_eos=True)
 
@@ -141,7 +146,7 @@ def test_streamed_text_is_the_decoded_text() -> None:
         return "".join(token.text for token in tokens)
 
     cuts = [n for n in range(1, 60) if streamed(long[:n]) != chat.tokenizer.decode(ids(long[:n]))]
-    assert cuts, "no answer that stops within a character"
+    assert cuts, "no answer that ends within a character"
     for count in (1, *cuts, 60):
         tokens = say(chat, HI, count, ignore_eos=True)
         assert ids(tokens) == ids(long[:count])
@@ -149,11 +154,11 @@ def test_streamed_text_is_the_decoded_text() -> None:
 
 
 def test_a_turn_computes_only_what_is_new() -> None:
-    """Each turn costs a prefill of the whole history; or the history is reused where it was edited."""
+    """The history is reused as far as it is what it was."""
     chat = load(endless())
     first = say(chat, HI)
-    answer = {"role": "assistant", "content": "".join(token.text for token in first)}
-    longer = [*HI, answer, {"role": "user", "content": "And?"}]
+    reply = {"role": "assistant", "content": "".join(token.text for token in first)}
+    longer = [*HI, reply, {"role": "user", "content": "And?"}]
     second = say(chat, longer)
     assert second[0].cached_tokens >= len(chat.prompt_ids(HI))
     assert second[0].cached_tokens < second[0].prompt_tokens
@@ -183,9 +188,9 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, owner: object, stage: str, call: 
 
 
 def test_an_interrupted_step_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its token is in the cache, its keys and values are not: every later turn reads zeros for it."""
+    """The cache counts no token whose keys and values were not computed."""
     chat = load(endless())
-    interrupt(monkeypatch, chat.runner._steps, "advance", call=3)
+    interrupt(monkeypatch, chat.runner.executor, "advance", call=3)
     with pytest.raises(KeyboardInterrupt):
         say(chat, HI)
     made = ids(say(load(endless()), HI, 2))
@@ -194,10 +199,10 @@ def test_an_interrupted_step_is_not_held(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_interrupted_growth_leaves_a_cache_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some layers' buffers are larger than others, and than what the next turn asks for."""
+    """Though some layers' buffers have grown by then and others have not."""
     chat, prompt = load(endless()), [5] * 250
     say(chat, prompt, 1)
-    interrupt(monkeypatch, Opened, "grow", call=2)
+    interrupt(monkeypatch, CacheMemory, "_copy", call=2)
     with pytest.raises(KeyboardInterrupt):
         say(chat, prompt + [6] * 500)
     after = say(chat, prompt + [7] * 100)
@@ -213,15 +218,15 @@ def test_threads_reach_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(path, settings, **options)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", note)
-    for given, wanted in ((1, 1), (3, 3), (None, cores.physical_cores())):
+    for given, wanted in ((1, 1), (3, 3), (None, physical_cores())):
         load(endless(), threads=given, provider="cpu")
         assert found == {"prefill.onnx": wanted, "decode.grouped.onnx": wanted, "grow.onnx": 1}
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_a_foreign_loop_gets_the_same_ids(dtype: str) -> None:
-    """Exports that only their own runner can run; a contract that is written nowhere."""
-    source = Path(foreign_loop.__file__)
+    """With onnxruntime, tokenizers and numpy alone, by what export.json says."""
+    source = Path(static_loop.__file__)
     assert "qwen" not in source.read_text(encoding="utf-8")
     question = {"role": "user", "content": "Repeat after me: cloud river"}
     chat = load(tiny(dtype), provider="cpu")
@@ -237,14 +242,14 @@ def test_a_foreign_loop_gets_the_same_ids(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_a_foreign_loop_on_random_weights(dtype: str) -> None:
-    """The same where no answer is obvious, and no end token comes."""
+    """Whose answers no rule gives, and no end token ends."""
     chat = load(endless(dtype), provider="cpu")
-    found = foreign_loop.generate(endless(dtype), chat.template.render(HI), 100)
+    found = static_loop.generate(endless(dtype), chat.template.render(HI), 100)
     assert found == ids(say(chat, HI, 100))
 
 
 def test_an_end_token_that_is_not_flagged_special_is_not_printed(tmp_path: Path) -> None:
-    """Some fine-tunes ship such a tokenizer.json; the text, and with it the history, ended in <|im_end|>."""
+    """Some fine-tunes ship such a tokenizer.json; <|im_end|> is part of no text there either."""
     folder = copy_export(tiny(), tmp_path / "export")
     raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     for token in raw["added_tokens"]:
@@ -257,7 +262,7 @@ def test_an_end_token_that_is_not_flagged_special_is_not_printed(tmp_path: Path)
 
 
 def test_two_answers_of_one_chat_do_not_mix(tmp_path: Path) -> None:
-    """They share one cache: the first one went on over the second one's keys, and said nonsense."""
+    """They share one cache: once the second is begun, the first is refused."""
     chat = load(endless(), provider="cpu")
     first = chat.generate(HI, max_new_tokens=8)
     next(first)
@@ -270,14 +275,13 @@ def test_two_answers_of_one_chat_do_not_mix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2.5, -1, True, "3"])
-def test_a_number_of_tokens_that_is_none(count: Any) -> None:
-    """2.5 was never reached, and the answer never ended."""
+def test_a_wrong_number_of_tokens_is_refused(count: Any) -> None:
     with pytest.raises(UserError, match="max_new_tokens"):
         say(load(endless(), provider="cpu"), HI, count)
 
 
 def test_messages_as_openai_has_them() -> None:
-    """Python's spelling of a list in the prompt, or the word None."""
+    """Lists of text parts are texts; content that is no text is refused, never spelled out as Python would."""
     chat = load(tiny(), provider="cpu", threads=1)
     whole = [{"role": "user", "content": "What is 3 plus 4?"}]
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "3 plus 4?"}]
@@ -291,8 +295,8 @@ def test_messages_as_openai_has_them() -> None:
     for prompt in (None, 5, object()):
         with pytest.raises(UserError, match="a prompt is a text"):
             chat.prompt_ids(prompt)
-    with pytest.raises(UserError, match="2 prompts and 1 requests"):
-        list(chat.generate_batch(["a", "b"], [GenerationRequest()]))
+    with pytest.raises(UserError, match="2 prompts and options of 1"):
+        list(chat.generate_each(["a", "b"], [{}]))
     for wrong in ({"tools": 5}, {"tools": ["x"]}, {"enable_thinking": 1}, {"tools": "x"}):
-        with pytest.raises(UserError, match=next(iter(wrong))):
-            GenerationRequest(**wrong)
+        with pytest.raises(UserError, match=f"{next(iter(wrong))} .* wanted"):
+            list(chat.generate(whole, **wrong))

@@ -1,16 +1,18 @@
+"""JSON files: what is read, and the one line that names a file which is not."""
+
 from pathlib import Path
 
 import pytest
 
+from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.json_file import read_json
 
 
 @pytest.mark.parametrize(
     "content", [b'{"a": 1, "b": null}', b'\xef\xbb\xbf{"a": 1, "b": null}', b'{"a": 0, "b": null, "a": 1}']
 )
 def test_objects_are_read(tmp_path: Path, content: bytes) -> None:
-    """A byte order mark refused; a repeated key refused, or its first value taken."""
+    """After a byte order mark too; of a repeated key the last value counts."""
     path = tmp_path / "a.json"
     path.write_bytes(content)
     assert read_json(path) == {"a": 1, "b": None}
@@ -34,7 +36,6 @@ def test_objects_are_read(tmp_path: Path, content: bytes) -> None:
     ],
 )
 def test_damage_is_one_line_that_names_the_file(tmp_path: Path, content: bytes, said: str) -> None:
-    """JSONDecodeError, UnicodeDecodeError, RecursionError, or AttributeError later on a list."""
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=said) as caught:
@@ -44,7 +45,6 @@ def test_damage_is_one_line_that_names_the_file(tmp_path: Path, content: bytes, 
 
 
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
-    """FileNotFoundError, IsADirectoryError."""
     (tmp_path / "folder.json").mkdir()
     for name in ("missing.json", "folder.json"):
         with pytest.raises(UserError, match=name):

@@ -130,7 +130,7 @@ def test_attention_divides_scores_by_the_root_of_head_dim() -> None:
 
 
 def test_rotation_turns_half_pairs_counter_clockwise() -> None:
-    """The sign of sin, and which dimensions are a pair: a wrong choice keeps every norm."""
+    """Dimension i pairs with i + H/2, and the sign of sin counts: a wrong choice would keep every norm."""
     cos, sin = np.cos([[0.5, 2.0]]), np.sin([[0.5, 2.0]])
     x = np.array([[[1.0, 0.0, 0.0, 1.0]]])  # pair 0 is (1, 0), pair 1 is (0, 1)
     want = [[[math.cos(0.5), -math.sin(2.0), math.sin(0.5), math.cos(2.0)]]]
@@ -227,7 +227,7 @@ def test_yarn_ramp_by_hand(theta: float, original: int, options: RawConfig, rati
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_reads_every_tensor_and_one_layer_at_a_time(name: str) -> None:
-    """A bias, norm or head left unread; a layer read twice in the pass, which would need two in memory."""
+    """Biases, norms and head too; no two layers need be in memory at once."""
     raw = CONFIGS[name]
     tensors, order = random_tensors(raw), []
 

@@ -13,7 +13,7 @@ import pytest
 import qwen_onnx
 from qwen_onnx import load
 from qwen_onnx.checkpoints.checkpoint import open_checkpoint
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.runners.text.tokenizer import Tokenizer
 from support.chats import copy_export, tiny
 from support.damage import change_manifest
@@ -31,7 +31,7 @@ def test_it_is_small_enough_to_be_bundled() -> None:
 
 
 def test_it_has_the_features_of_the_published_checkpoints() -> None:
-    """A model for tests that passes by all that is difficult: grouped heads, biases, tied and padded embedding."""
+    """Grouped heads, biases, an embedding that is tied and padded: so that tests meet all of them."""
     checkpoint = open_checkpoint(FOLDER)
     config, tensors = checkpoint.config, checkpoint.tensors
     assert config.architecture == "Qwen2ForCausalLM"
@@ -41,7 +41,7 @@ def test_it_has_the_features_of_the_published_checkpoints() -> None:
     for layer in range(config.num_hidden_layers):
         for part in "qkv":
             bias = tensors[f"model.layers.{layer}.self_attn.{part}_proj.bias"].numpy()
-            assert abs(bias.astype("f4")).max() > 0.01, "a bias that does nothing is not tested"
+            assert abs(bias.astype("f4")).max() > 0.01, "a bias near 0 would not show"
     assert config.vocab_size > Tokenizer.from_folder(FOLDER).size
     assert config.context_length == 2048
 
@@ -110,7 +110,7 @@ def test_the_f16_graph_itself_gives_the_same_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_a_conversation_holds_what_was_said(dtype: str) -> None:
-    """Multi-turn chat that works in f32 only; a cache that loses the first turn."""
+    """The first turn counts in the last, in each dtype."""
     chat, messages = load(tiny(dtype), provider="cpu"), []
 
     def ask(text: str) -> str:

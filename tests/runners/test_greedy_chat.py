@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen_onnx import SamplingOptions, UserError
+from qwen_onnx import UserError
 from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.model.runner import Runner
 from support.chats import endless, tiny
@@ -45,7 +45,6 @@ def test_several_turns_say_the_same(chats: tuple[Chat, Chat]) -> None:
 
 
 def test_an_edited_history_says_the_same(chats: tuple[Chat, Chat]) -> None:
-    """Back to an earlier turn, and forward on another way."""
     for prompt in ("The cat sat on", "The cat ran", "The cat sat on", "The"):
         found, wanted = (said(chat.generate(prompt, max_new_tokens=10, ignore_eos=True)) for chat in chats)
         assert found == wanted
@@ -53,7 +52,7 @@ def test_an_edited_history_says_the_same(chats: tuple[Chat, Chat]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ids_without_a_name_are_never_chosen(dtype: str, tmp_path: Path) -> None:
-    """Rows of the embedding beyond the tokenizer's ids: an answer that no text can show."""
+    """Not even where such a row of the embedding has the best logit."""
     folder = serve_cuda_graphs_on_cpu(endless(dtype), tmp_path / "export")
     chat, plain = Chat(Runner(folder, GREEDY_ON_CPU)), Chat(Runner(folder, ON_CPU))
     size = chat._vocabulary.size
@@ -73,7 +72,7 @@ def test_ids_without_a_name_are_never_chosen(dtype: str, tmp_path: Path) -> None
 def test_log_probabilities_come_along_and_nothing_else_is_asked_of_the_device(
     chats: tuple[Chat, Chat],
 ) -> None:
-    """Logits that stay on the device; an answer that is greedy though a temperature was asked for."""
+    """And what is not greedy is refused."""
     on_device, on_host = chats
     prompt = [{"role": "user", "content": "What is 2 + 3?"}]
     asked = {"max_new_tokens": 24, "logprobs": 2}
@@ -83,7 +82,7 @@ def test_log_probabilities_come_along_and_nothing_else_is_asked_of_the_device(
     )
     assert found == wanted
     assert all(best[0] == (token_id, logprob) and len(best) == 2 for token_id, logprob, best in found)
-    for options in ({"sampling": SamplingOptions(temperature=1)}, {"min_new_tokens": 3}):
+    for options in ({"temperature": 1}, {"min_new_tokens": 3}):
         with pytest.raises(UserError, match=r"^greedy_on_device is greedy"):
             list(on_device.generate(prompt, **options))
     stopped = [said(chat.generate(prompt, stop=[" ", "5"])) for chat in (on_device, on_host)]

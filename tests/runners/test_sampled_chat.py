@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen_onnx import SamplingOptions, UserError
+from qwen_onnx import UserError
 from qwen_onnx.checks.golden import check_golden, record_golden
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.runners import speculate
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.generate import FinishReason
+from qwen_onnx.runners.output import FinishReason
+from qwen_onnx.runners.sampling.params import GREEDY
 from support.answers import HI, PARIS, ids, opened, say, text, with_config
 from support.chats import endless, tiny
 from support.command import command
@@ -35,37 +36,35 @@ def chat() -> Chat:
 
 
 def test_the_same_seed_is_the_same_text(chat: Chat) -> None:
-    """A generator of the whole process; random numbers that hang on what the cache holds."""
-    drawn = [ids(say(chat, sampling=SamplingOptions(temperature=1, seed=seed))) for seed in (1, 1, 2)]
+    """Whatever the cache holds; without a seed each answer is another."""
+    drawn = [ids(say(chat, temperature=1, seed=seed)) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     fresh = opened(endless())
-    assert ids(say(fresh, sampling=SamplingOptions(temperature=1, seed=1))) == drawn[0]
-    unseeded = {tuple(ids(say(chat, sampling=SamplingOptions(temperature=1)))) for _ in range(3)}
+    assert ids(say(fresh, temperature=1, seed=1)) == drawn[0]
+    unseeded = {tuple(ids(say(chat, temperature=1))) for _ in range(3)}
     assert len(unseeded) == 3
 
 
 def test_nothing_drawn_is_greedy(chat: Chat) -> None:
     greedy = ids(say(chat))
     for options in ({"temperature": 0}, {"temperature": 1, "top_k": 1}, {"top_p": 0.0}, {"min_p": 1}):
-        assert ids(say(chat, sampling=SamplingOptions(**options))) == greedy
+        assert ids(say(chat, **options)) == greedy
 
 
 def test_the_defaults_are_those_of_the_file(tmp_path: Path) -> None:
-    """Settings that are copied into the export and read by nobody."""
     folder = with_config(endless(), tmp_path / "export", {**QWEN, "max_new_tokens": 9})
     theirs = opened(folder)
-    seeded = say(theirs, count=None, sampling=SamplingOptions(seed=4))
+    seeded = say(theirs, count=None, seed=4)
     assert len(seeded) == 9
-    asked = SamplingOptions(seed=4, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1)
+    asked = {"seed": 4, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
     plain = opened(endless())
-    assert ids(seeded) == ids(say(plain, count=9, sampling=asked))
-    assert ids(say(theirs, sampling=SamplingOptions.greedy())) == ids(say(plain))
-    penalised = SamplingOptions(repetition_penalty=1.1)
-    assert ids(say(theirs, sampling=SamplingOptions(temperature=0))) == ids(say(plain, sampling=penalised))
+    assert ids(seeded) == ids(say(plain, count=9, **asked))
+    assert ids(say(theirs, **GREEDY)) == ids(say(plain))
+    assert ids(say(theirs, temperature=0)) == ids(say(plain, repetition_penalty=1.1))
 
 
 def test_golden_ids_are_greedy_whatever_the_file_says(tmp_path: Path) -> None:
-    """`check` that fails over a temperature, or an end that a stop string makes."""
+    """Neither a temperature nor a stop string of the file changes them."""
     values = {**QWEN, "min_new_tokens": 30, "stop_strings": ["a", "e", " "]}
     other = opened(with_config(tiny(), tmp_path / "export", values))
     assert record_golden(other, [5, 6, 7], 8) == record_golden(opened(tiny()), [5, 6, 7], 8)
@@ -74,25 +73,25 @@ def test_golden_ids_are_greedy_whatever_the_file_says(tmp_path: Path) -> None:
 
 def test_bias_and_penalties_reach_the_choice(chat: Chat) -> None:
     first, *_ = greedy = ids(say(chat))
-    assert set(ids(say(chat, sampling=SamplingOptions(logit_bias={40: 100})))) == {40}
-    assert first not in ids(say(chat, sampling=SamplingOptions(logit_bias={first: -100})))
-    once = ids(say(chat, count=40, sampling=SamplingOptions(repetition_penalty=1e9)))
+    assert set(ids(say(chat, logit_bias={40: 100}))) == {40}
+    assert first not in ids(say(chat, logit_bias={first: -100}))
+    once = ids(say(chat, count=40, repetition_penalty=1e9))
     assert len(set(once)) == 40
     assert ids(say(chat)) == greedy
 
 
 def test_ids_without_a_name_are_never_drawn(chat: Chat) -> None:
-    """Rows of the embedding beyond the tokenizer's ids (D5 in docs/faults.md): flat logits draw from all."""
+    """Logits so flat that every id is drawn: none beyond the tokenizer's ids is among them."""
     size = chat.tokenizer.size
     assert size < chat.runner.manifest.vocab_size
-    flat = SamplingOptions(temperature=1e6, seed=0)
-    drawn = ids(say(chat, count=300, sampling=flat, ignore_eos=True))
+    flat = {"temperature": 1e6, "seed": 0}
+    drawn = ids(say(chat, count=300, **flat, ignore_eos=True))
     assert max(drawn) < size
     assert len(set(drawn)) > size / 3
 
 
 def test_a_stop_string_ends_and_is_not_shown(trained: Chat) -> None:
-    """Across tokens, cut exactly (E6 in docs/faults.md); several at once."""
+    """Across tokens, cut exactly; several at once."""
     tokens = say(trained, PARIS, 40, stop=["nothing", "of Fr", "is Paris"])
     assert text(tokens) == "The capital "
     assert tokens[-1].finish_reason is FinishReason.STOP
@@ -103,7 +102,7 @@ def test_a_stop_string_ends_and_is_not_shown(trained: Chat) -> None:
 
 @pytest.mark.parametrize("stop", ["Paris!", "Paris.!", "France is Paris. "])
 def test_what_only_began_like_a_stop_string_is_all_shown(trained: Chat, stop: str) -> None:
-    """The end of an answer, held back for ever."""
+    """Text that was held back comes at the end."""
     tokens = say(trained, PARIS, 40, stop=stop)
     assert text(tokens) == "The capital of France is Paris."
     assert tokens[-1].finish_reason is FinishReason.EOS
@@ -114,7 +113,7 @@ def test_end_tokens_still_end_beside_stop_strings(trained: Chat) -> None:
 
 
 def test_a_stop_at_the_last_token_is_a_stop(trained: Chat) -> None:
-    """Cut by length, it says, of an answer that was complete."""
+    """Not a cut by length: the answer is complete."""
     count = len(say(trained, PARIS, 40, stop=["France"]))
     tokens = say(trained, PARIS, count, stop=["France"])
     assert (len(tokens), tokens[-1].finish_reason) == (count, FinishReason.STOP)
@@ -122,7 +121,7 @@ def test_a_stop_at_the_last_token_is_a_stop(trained: Chat) -> None:
 
 @pytest.mark.parametrize("speculate", [False, True])
 def test_the_turn_after_a_stop_is_computed_right(speculate: bool) -> None:
-    """The cache holds the id that ended it, or guesses after it, as if they had been said."""
+    """The cache holds nothing after what was said, guesses least of all."""
     chat, plain = opened(tiny(), speculate=speculate), opened(tiny())
     prompt = [{"role": "user", "content": "Repeat after me: cloud river cloud river cloud river cloud"}]
     whole = text(say(plain, prompt, 40))
@@ -138,7 +137,7 @@ def test_the_turn_after_a_stop_is_computed_right(speculate: bool) -> None:
 
 
 def test_a_stop_among_guesses_leaves_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses that were right stay in the cache as if they had been said, and the context looks fuller."""
+    """Guesses that were right, beyond the end, leave the cache."""
     monkeypatch.setattr(speculate, "is_near", lambda logits: False)
     chat, prompt = opened(tiny(), speculate=True), [7, 8, 9, 10] * 8
     tokens = say(chat, prompt, 40, ignore_eos=True)
@@ -157,7 +156,7 @@ def test_stop_strings_of_the_file_hold_until_others_are_given(tmp_path: Path) ->
 
 
 def test_min_new_tokens_holds_off_every_end(trained: Chat) -> None:
-    """An end token chosen early, or a stop string that ends all the same."""
+    """End tokens and stop strings."""
     usual = len(say(trained, PARIS, 60))
     longer = say(trained, PARIS, 60, min_new_tokens=usual + 5)
     assert not trained.eos_token_ids & set(ids(longer[: usual + 5]))
@@ -171,9 +170,9 @@ def test_min_new_tokens_holds_off_every_end(trained: Chat) -> None:
 
 
 def test_logprobs_are_the_log_softmax_of_the_models_own_logits(chat: Chat) -> None:
-    """Of logits after penalties or temperature, or of f32 sums; another id's."""
-    options = SamplingOptions(temperature=3, seed=1, top_k=5, repetition_penalty=2.0, logit_bias={9: 5.0})
-    tokens = say(chat, sampling=options, logprobs=4, top_logits=4)
+    """Neither penalties nor temperature change them."""
+    options = {"temperature": 3, "seed": 1, "top_k": 5, "repetition_penalty": 2.0, "logit_bias": {9: 5.0}}
+    tokens = say(chat, **options, logprobs=4, top_logits=4)
     runner, size = chat.runner, chat.tokenizer.size
     cache, given = runner.new_cache(), chat.prompt_ids(HI)
     for token in tokens:
@@ -194,9 +193,10 @@ def test_logprobs_are_the_log_softmax_of_the_models_own_logits(chat: Chat) -> No
 @pytest.mark.parametrize(
     ("options", "mentions"),
     [
-        ({"sampling": {"temperature": 1}}, "sampling .*SamplingOptions wanted"),
-        ({"sampling": SamplingOptions(logit_bias={399: 1.0})}, "logit_bias of 399: the id names no token"),
-        ({"stop": [""]}, "stop ''"),
+        ({"sampling": {"temperature": 1}}, "'sampling' is no option.*the options are .*temperature"),
+        ({"temperature": "1"}, "temperature '1'"),
+        ({"logit_bias": {399: 1.0}}, "logit_bias of 399: the id names no token"),
+        ({"stop": [""]}, r"stop \[''\]: .*none empty"),
         ({"stop": 5}, "stop 5"),
         ({"min_new_tokens": -1}, "min_new_tokens -1"),
         ({"min_new_tokens": 1.0}, "min_new_tokens 1.0"),
@@ -212,17 +212,17 @@ def test_wrong_options_are_refused_before_any_compute(chat: Chat, options: Any, 
 
 
 def test_speculation_is_greedy(tmp_path: Path) -> None:
-    """Guesses verified against the best id, while others were to be drawn."""
+    """It is refused where ids are to be drawn, penalized or held off."""
     chat = opened(with_config(tiny(), tmp_path / "export", QWEN), speculate=True)
     asked: list[dict[str, Any]] = [
         {},
-        {"sampling": SamplingOptions(temperature=0)},  # the file's penalty is left
-        {"sampling": SamplingOptions.greedy(), "min_new_tokens": 2},
+        {"temperature": 0},  # the file's penalty is left
+        {**GREEDY, "min_new_tokens": 2},
     ]
     for options in asked:
         with pytest.raises(UserError, match=r"^speculate is greedy.*--greedy"):
             say(chat, PARIS, **options)
-    tokens = say(chat, PARIS, 40, sampling=SamplingOptions.greedy(), logprobs=1)
+    tokens = say(chat, PARIS, 40, **GREEDY, logprobs=1)
     assert text(tokens) == "The capital of France is Paris."
     assert all(token.top_logprobs == ((token.token_id, token.logprob),) for token in tokens)
 
@@ -238,7 +238,7 @@ def run_json(*arguments: object) -> dict[str, Any]:
 
 
 def test_every_option_reaches_the_generation() -> None:
-    """An option that is parsed and dropped: each of them changes what is said."""
+    """Each of them changes what is said."""
     arguments = (endless(), "-p", "Hi", "--max-new-tokens", 16, "--seed", 3, "--temperature", 2)
     base = run_json(*arguments)["token_ids"]
     assert run_json(*arguments)["token_ids"] == base
@@ -286,16 +286,16 @@ def test_the_length_of_the_file_is_the_default(tmp_path: Path) -> None:
     [
         (("--temperature", "-1"), "temperature -1.0: a number of 0 or more wanted"),
         (("--temperature", "nan"), "temperature nan"),
-        (("--top-p", "1.5"), "top_p 1.5"),
-        (("--top-k", "-1"), "top_k -1"),
-        (("--repetition-penalty", "0"), "repetition_penalty 0.0"),
-        (("--presence-penalty", "3"), "presence_penalty 3.0"),
+        (("--top-p", "1.5"), "--top-p 1.5"),
+        (("--top-k", "-1"), "--top-k -1"),
+        (("--repetition-penalty", "0"), "--repetition-penalty 0.0"),
+        (("--presence-penalty", "3"), "--presence-penalty 3.0"),
         (("--seed", "-1"), "seed -1"),
-        (("--stop", ""), "stop ''"),
+        (("--stop", ""), "--stop '': a string or a list of them, none empty, wanted"),
         (("--logit-bias", "5"), "logit_bias '5'"),
         (("--logit-bias", "a=1"), "logit_bias 'a=1'"),
         (("--logit-bias", "5=1,"), "5=-1,7=2.5"),
-        (("--logit-bias", "5=1000"), "logit_bias 1000.0 of 5"),
+        (("--logit-bias", "5=1000"), "logit_bias 1000.0 of 5: a number from -100 to 100 wanted"),
         (("--logit-bias", "390=1"), "logit_bias of 390"),
         (("--greedy", "--top-p", "0.5"), "--top-p"),
         (("--speculate", "--temperature", "1"), "speculate is greedy"),
@@ -309,13 +309,13 @@ def test_wrong_options_are_one_line(arguments: tuple[str, ...], mentions: str) -
 
 
 def test_a_chat_that_cannot_answer_does_not_begin() -> None:
-    """The refusal after each line that is typed."""
+    """It is refused before the first line is typed."""
     ran = command("run", endless(), "--speculate", "--top-k", 5, terminal=True, stdin="Hi\n")
     assert "speculate is greedy" in ran.error
 
 
 def test_params_show_what_is_in_force(tmp_path: Path) -> None:
-    """A temperature that is somebody's guess (E7 in docs/faults.md)."""
+    """What the command line and the file say, and what of the file is not supported."""
     values = {**QWEN, "max_new_tokens": 77, "num_beams": 4}
     folder = with_config(tiny(), tmp_path / "export", values)
     arguments = ("--top-k", 5, "--stop", "END", "--seed", 8, "--provider", "cpu")

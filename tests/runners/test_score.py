@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +18,16 @@ from qwen_onnx.checkpoints.checkpoint import open_checkpoint
 from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES
 from qwen_onnx.contract import DTYPES
 from qwen_onnx.reference import reference_logits
-from qwen_onnx.runners import score
+from qwen_onnx.runners import generate
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 from support.chats import endless, endless_checkpoint, tiny
 from support.command import command
 from support.tolerances import EXACT, F32, F32_ORDER, INT8_ACTIVATIONS, OF_DTYPE, Tolerance, assert_close
 
 TEXT = "What is the capital of France? The capital of France is Paris. 3 plus 4 is 7, naïve “quotes” too."
-ONE_THREAD = SessionOptions("cpu", threads=1)
+ONE_THREAD = SessionOptions(provider="cpu", threads=1)
 FOLDERS: dict[str, tuple[Callable[[str], Path], Callable[[], Path]]] = {
     "tiny": (tiny, lambda: Path(qwen_onnx.__file__).parent / "tiny"),
     "endless": (endless, endless_checkpoint),
@@ -60,7 +61,7 @@ def twice(tolerance: Tolerance) -> Tolerance:
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logprobs_are_those_of_float64(name: str, dtype: str) -> None:
-    """Each token scored by the logits after itself, or over rows of the embedding that name nothing."""
+    """Over the ids that name a token."""
     folder, checkpoint = FOLDERS[name]
     chat = Chat(Runner(folder(dtype), ONE_THREAD, for_scores=True))
     ids = chat.prompt_ids(TEXT)
@@ -74,20 +75,24 @@ def test_logprobs_are_those_of_float64(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["f32", "int8"])
 def test_memory_is_bounded_and_numbers_are_the_same(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of all positions of a long text at once: gigabytes. A token at the edge of a chunk left out."""
+    """Logits of few positions at a time, wherever the text is cut for it."""
     chat = Chat(Runner(tiny(dtype), ONE_THREAD, for_scores=True))
-    whole, sizes, real = found(chat), [], Runner.score
+    whole, sizes = found(chat), []
 
-    def note(*arguments: Any) -> np.ndarray:
-        logits = real(*arguments)
-        sizes.append(logits.nbytes)
-        return logits
+    def noting(real: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def note(*arguments: Any) -> np.ndarray:
+            logits = real(*arguments)
+            sizes.append(logits.nbytes)
+            return logits
 
-    monkeypatch.setattr(Runner, "score", note)
+        return note
+
+    for name in ("prefill", "decode", "score"):
+        monkeypatch.setattr(Runner, name, noting(getattr(Runner, name)))
     tolerance = twice(F32_ORDER if dtype == "f32" else INT8_ACTIVATIONS)
     row = 4 * chat.runner.manifest.vocab_size
     for rows in (1, 7, 20):
-        monkeypatch.setattr(score, "LOGIT_BYTES", rows * row + 5)
+        monkeypatch.setattr(generate, "SCORED_BYTES", rows * row + 5)
         sizes.clear()
         assert_close(found(chat), whole, tolerance)
         assert max(sizes) == rows * row
@@ -95,7 +100,7 @@ def test_memory_is_bounded_and_numbers_are_the_same(dtype: str, monkeypatch: pyt
     assert_close(found(small), whole, tolerance)
 
 
-def test_quantised_weights_score_nearly_as_their_model() -> None:
+def test_quantized_weights_score_nearly_as_their_model() -> None:
     chat = load(tiny("int8"), provider="cpu", threads=1)
     ids = chat.prompt_ids(TEXT)
     checkpoint = FOLDERS["tiny"][1]()
@@ -103,8 +108,8 @@ def test_quantised_weights_score_nearly_as_their_model() -> None:
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows() -> None:
-    """A token scored twice or never, or of less than half a context before it."""
-    chat = Chat(Runner(endless(), ONE_THREAD, max_context=16, for_scores=True))
+    """Each token once, given at least half a context."""
+    chat = Chat(Runner(endless(), dataclasses.replace(ONE_THREAD, max_context=16), for_scores=True))
     ids = np.random.default_rng(3).integers(0, 300, 52).tolist()
     parts = [wanted(endless_checkpoint(), ids[:17], chat)]
     parts += [wanted(endless_checkpoint(), ids[at : at + 17], chat)[7:] for at in (9, 18, 27, 36)]
@@ -113,11 +118,11 @@ def test_a_text_longer_than_the_context_is_scored_in_windows() -> None:
     assert chat.score(ids[:17]).windows == 1
     assert_close(found(chat, ids[:17]), parts[0], twice(F32))
     for context in (1, 2, 3):
-        assert len(found(Chat(Runner(endless(), ONE_THREAD, max_context=context)), ids)) == 51
+        assert len(found(load(endless(), provider="cpu", threads=1, max_context=context), ids)) == 51
 
 
 def test_the_session_opens_on_first_use_and_the_conversation_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory and a start for what nobody asked for; an answer from the cache of what was scored."""
+    """Nothing of what was scored is in the conversation's cache."""
     opened, real = [], onnxruntime.InferenceSession
 
     def count(path: str, *arguments: Any, **options: Any) -> Any:
@@ -150,7 +155,7 @@ def test_any_runner_scores(option: str) -> None:
 
 
 def test_without_a_score_graph_tokens_go_one_by_one(tmp_path: Path) -> None:
-    """Portable exports and those of GPUs have none."""
+    """Portable exports and those for GPUs have none."""
     chat = load(export("tiny", tmp_path / "out", target="portable").folder, provider="cpu", threads=1)
     assert chat.runner.scorer() is chat.runner
     assert_close(found(chat), found(load(tiny(), provider="cpu", threads=1)), twice(F32))
@@ -173,7 +178,7 @@ def test_what_has_nothing_before_it_has_no_score(ids: list[int]) -> None:
 
 
 def test_ids_that_name_nothing_are_refused() -> None:
-    """-inf for a probability, and an infinite perplexity."""
+    """They have no probability."""
     chat = load(endless(), provider="cpu", threads=1)
     with pytest.raises(UserError, match="399 names no token"):
         chat.score([5, 399, 6])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -17,13 +18,13 @@ import pytest
 import safetensors
 
 from qwen_onnx import UserError, export, load
-from qwen_onnx.manifest import TensorSpec
-from qwen_onnx.runners import session_file as saved_session
+from qwen_onnx.runners import session_file
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.model.growing import GrowingCache
-from qwen_onnx.runners.model.kv_cache import HOST_TYPES, KVCache
+from qwen_onnx.runners.model.buffers import HOST_TYPES, CacheMemory
+from qwen_onnx.runners.model.kv_cache import GrowingCache, KVCache
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
+from support.caches import attention_spec
 from support.chats import endless, tiny
 from support.cuda.fixtures import stand_ins  # noqa: F401
 from support.cuda.graphs_on_cpu import serve_cuda_graphs_on_cpu
@@ -72,7 +73,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "int8", "portable-f32", "portable-f16"])
 def test_a_loaded_conversation_goes_on_as_if_uninterrupted(kind: str, tmp_path: Path) -> None:
-    """Slots of another layer or head; a slot too few; a logit that is another in its last bit."""
+    """Its logits are the same to the last bit."""
     folder = portable(tmp_path, kind.split("-")[1]) if "-" in kind else tiny(kind)
     first, second = opened(folder), opened(folder)
     begun = [token_id for token_id, *_ in said(first, IDS[:30])]
@@ -90,7 +91,7 @@ def test_a_loaded_conversation_goes_on_as_if_uninterrupted(kind: str, tmp_path: 
 
 
 def test_of_many_tokens_and_of_none(chat: Chat, tmp_path: Path) -> None:
-    """A cache that outgrew its first buffers, in a Chat whose own has not, and back."""
+    """A cache that outgrew its first buffers loads into a Chat whose own has not, and the other way."""
     said(chat, IDS[:300])
     chat.save(tmp_path / "many")
     second = opened(endless())
@@ -106,9 +107,10 @@ def test_of_many_tokens_and_of_none(chat: Chat, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [KVCache, GrowingCache])
 @pytest.mark.parametrize("length", [0, 5, 300])
 def test_bits_of_every_dtype_come_back(dtype: str, kind: type[KVCache], length: int) -> None:
-    """bfloat16 by way of a type that numpy has; tensors longer than what is live."""
-    spec = TensorSpec("past_key_values.0.key", dtype, ("b", 2, "c", 4))
-    caches = [kind(spec, 6, "cpu", batch_size=1, limit=512, tight=True) for _ in range(2)]
+    """bfloat16 too, which numpy has not; of tensors longer than what is live, the live part."""
+    spec = attention_spec(3, dtype=dtype)
+    memory = CacheMemory(spec, "cpu", {}, tight=True, starts_empty=kind is GrowingCache)
+    caches = [kind(memory, batch_size=1, limit=512) for _ in range(2)]
     rng = np.random.default_rng(1)
     slots = [rng.normal(size=(2, length, 4)).astype(HOST_TYPES[dtype]) for _ in range(6)]
     ids = rng.integers(0, 99, length)
@@ -123,7 +125,7 @@ def test_bits_of_every_dtype_come_back(dtype: str, kind: type[KVCache], length: 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_buffers_on_a_device_come_back(dtype: str, told: Told, tmp_path: Path) -> None:
-    """bfloat16 on a GPU, which OrtValue.numpy() does not know; a captured graph over buffers that are gone."""
+    """And a step that was captured before goes on over the buffers that are there."""
     program = """
 from qwen_onnx.runners.session_file import load_session, save_session
 runner, path = opened(sys.argv[1]), Path(sys.argv[2])
@@ -136,7 +138,7 @@ save_session(path, cache, runner.manifest, [])
 loaded, _ = load_session(path, runner)
 same = all((a == b).all() for a, b in zip(given, loaded.read(), strict=True))
 runner.decode(loaded, ids[:1, :1] % 300)
-tell(same=same, length=loaded.length, device=loaded.buffers[0].device_name(), dtype=loaded.dtype)
+tell(same=same, length=loaded.length, device=loaded.buffers[0].device_name(), dtype=loaded.spec.dtype)
 """
     names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
     found = told(program, endless(dtype), tmp_path / "session")
@@ -144,7 +146,7 @@ tell(same=same, length=loaded.length, device=loaded.buffers[0].device_name(), dt
 
 
 def test_what_the_file_is(saved: Path, chat: Chat) -> None:
-    """Another safetensors reader refuses it, or a name is not the contract's."""
+    """Any safetensors reader opens it; names and shapes are the contract's."""
     manifest = chat.runner.manifest
     with safetensors.safe_open(saved, "np") as file:
         assert file.get_tensor("token_ids").tolist()[:20] == IDS[:20]
@@ -163,8 +165,58 @@ def chat_bytes(chat: Chat) -> int:
     return 2 * manifest.num_hidden_layers * manifest.num_key_value_heads * 24 * manifest.head_dim * 4
 
 
+def format_1(
+    chat: Chat, ids: list[int], states: list[np.ndarray], messages: list[dict[str, object]]
+) -> bytes:
+    """A file as earlier versions wrote it: of a cache in f32, [heads, tokens, head size] each state."""
+    manifest, length = chat.runner.manifest, len(ids)
+    files = {name: spec.sha256 for name, spec in manifest.files.items()}
+    model = ["f32", [files["weights.safetensors"]], [files["config.json"], files["tokenizer.json"]]]
+    told = {
+        "model": hashlib.sha256(json.dumps(model).encode()).hexdigest(), "model_id": manifest.model_id,
+        "dtype": "f32", "cache_dtype": "float32", "tokens": length, "messages": messages,
+    }  # fmt: skip
+    metadata = {
+        "format": "qwen-onnx session",
+        "version": "1",
+        "sha256": "0" * 64,
+        "session": json.dumps(told),
+    }
+    header: dict[str, object] = {
+        "__metadata__": metadata,
+        "token_ids": {"dtype": "I64", "shape": [length], "data_offsets": [0, 8 * length]},
+    }
+    names = [
+        f"past_key_values.{layer}.{name}" for layer in range(len(states) // 2) for name in ("key", "value")
+    ]
+    end = 8 * length
+    for name, state in zip(names, states, strict=True):
+        begin, end = end, end + state.nbytes
+        header[name] = {"dtype": "F32", "shape": [*state.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    content = len(text).to_bytes(8, "little") + text
+    content += b"".join(array.tobytes() for array in (np.array(ids, np.int64), *states))
+    return content.replace(b"0" * 64, hashlib.sha256(content).hexdigest().encode(), 1)
+
+
+def test_files_of_format_1_load(chat: Chat, tmp_path: Path) -> None:
+    """Those of earlier versions have it; what is saved now is the same, byte for byte."""
+    said(chat, IDS[:20], 1)
+    path = tmp_path / "session"
+    path.write_bytes(format_1(chat, IDS[:20], list(chat._cache.read()), MESSAGES))
+    chat.save(tmp_path / "new", messages=MESSAGES)
+    assert (tmp_path / "new").read_bytes() == path.read_bytes()
+    second = opened(endless())
+    assert second.load(path) == MESSAGES
+    assert second.context_used == 20
+    found = said(second, [*IDS[:20], 3])
+    assert found[0][-1] == 20
+    assert found == said(chat, [*IDS[:20], 3])
+
+
 def test_another_export_of_the_same_weights_loads_it(tmp_path: Path) -> None:
-    """Only the folder that saved it can load it; or a session of f16 is taken for one of f32."""
+    """And no other model, nor another dtype of this one."""
     first = opened(tiny())
     said(first, IDS[:20])
     first.save(tmp_path / "session")
@@ -178,7 +230,7 @@ def test_another_export_of_the_same_weights_loads_it(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_another_dtype_is_computed_anew(tmp_path: Path) -> None:
-    """f16 computes in f32 on the CPU and in f16 on a GPU, over the same weights."""
+    """f16 computes in f32 on the CPU, in f16 on a GPU and in the portable graph, over the same weights."""
     first = opened(tiny("f16"))
     second = opened(serve_cuda_graphs_on_cpu(tiny("f16"), tmp_path / "cuda"))
     graphs = [graph for graph in second.runner.manifest.graphs if "cuda" in graph.providers]
@@ -190,10 +242,19 @@ def test_a_cache_of_another_dtype_is_computed_anew(tmp_path: Path) -> None:
     assert second.load(tmp_path / "session") == MESSAGES
     assert second.context_used == 0
     assert said(second, [*IDS[:20], 3]) == wanted
+    third = opened(portable(tmp_path, "f16"))  # which has no cache of the other type
+    assert {spec.dtype for spec in third.runner.manifest.caches.values()} != {"float32"}
+    said(third, IDS[:20])
+    assert third.load(tmp_path / "session") == MESSAGES
+    assert third.context_used == 0
+    said(third, IDS[:20])
+    third.save(tmp_path / "session")
+    assert first.load(tmp_path / "session") == []
+    assert first.context_used == 0
 
 
 def test_an_answer_in_the_making_ends(saved: Path, chat: Chat) -> None:
-    """It would go on over the loaded conversation."""
+    """It does not go on over the loaded conversation."""
     tokens = chat.generate(IDS[:9], max_new_tokens=5, ignore_eos=True)
     next(tokens)
     chat.load(saved)
@@ -217,7 +278,7 @@ def refused(chat: Chat, path: Path) -> str:
 
 
 def test_a_damaged_file_is_refused(saved: Path, chat: Chat) -> None:
-    """A flipped bit is another key, another token, another message; a cut file zeros, or a crash."""
+    """Wherever a bit flipped, or the file was cut."""
     content = saved.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     bad = saved.with_name("bad")
@@ -261,14 +322,14 @@ def test_a_conversation_beyond_the_context_or_of_a_later_format(
     exact = opened(endless(), max_context=24)
     exact.load(saved)
     assert exact.context_used == 24
-    monkeypatch.setattr(saved_session, "VERSION", "2")
+    monkeypatch.setattr(session_file, "VERSION", "2")
     assert "session of format '1', this version reads '2'" in refused(chat, saved)
 
 
 def test_ids_beyond_the_vocabulary(tmp_path: Path, chat: Chat) -> None:
-    cache = Runner(endless(), SessionOptions("cpu", threads=1)).new_cache()
+    cache = Runner(endless(), SessionOptions(provider="cpu", threads=1)).new_cache()
     cache.fill(np.array([5, 400]), [np.zeros((2, 2, chat.runner.manifest.head_dim), np.float32)] * 6)
-    saved_session.save_session(tmp_path / "forged", cache, chat.runner.manifest, [])
+    session_file.save_session(tmp_path / "forged", cache, chat.runner.manifest, [])
     assert "damaged" in refused(chat, tmp_path / "forged")
 
 
@@ -276,7 +337,7 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path, chat: Chat) -> None:
 
 
 def test_only_a_session_is_written_over(saved: Path, chat: Chat) -> None:
-    """`/save report.txt`: the report is gone."""
+    """No report, folder or device is lost to `/save`."""
     for content in (b"my report", b"", saved.read_bytes()[:300]):
         other = saved.with_name("report.txt")
         other.write_bytes(content)
@@ -307,10 +368,9 @@ def test_only_a_session_is_written_over(saved: Path, chat: Chat) -> None:
 def test_messages_that_no_template_takes_are_damage(
     saved: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chat that ends with a traceback for what a file says."""
     for messages in ([{"foo": 1}], [{"role": 5}], [{"role": "user", "content": 5}]):
         with monkeypatch.context() as patch:
-            patch.setattr(saved_session, "verified_messages", lambda value: value)
+            patch.setattr(session_file, "verified_messages", lambda value: value)
             chat.save(saved, messages=messages)
         with pytest.raises(UserError, match="damaged"):
             chat.load(saved)
@@ -321,7 +381,7 @@ def test_messages_that_no_template_takes_are_damage(
 def test_a_failed_save_leaves_what_was_there(
     error: BaseException, nameless: bool, saved: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a session in place of a whole one, or litter beside it; with and without files that have no name."""
+    """And no litter beside it, with and without files that have no name."""
     content = saved.read_bytes()
 
     def fail(*_: object) -> None:

@@ -11,14 +11,14 @@ from qwen_onnx import UserError, load
 from qwen_onnx.runners import speculate
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.speculate import PAUSE, PromptLookup, is_near
 from support.chats import tiny
 from support.command import command
 from support.exports import IDS, Exported
 from support.tolerances import F32, assert_close
 
-SPECULATING = SessionOptions("cpu", threads=1, speculate=True)
+SPECULATING = SessionOptions(provider="cpu", threads=1, speculate=True)
 REPEATING = "Repeat: the cat sat on the mat, the cat sat on the mat, the cat sat on the"
 
 
@@ -50,7 +50,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Chat, Chat]:
 
 
 def test_ids_are_those_of_plain_greedy(pair: tuple[Chat, Chat], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guess kept that was wrong; slots of refused guesses read later; one id too many or too few at the end."""
+    """However many of the guesses are wrong; what the cache holds at the end is the same too."""
     plain, speculating = pair
     counts = count_scores(speculating, monkeypatch)
     rng = np.random.default_rng(5)
@@ -81,8 +81,12 @@ def test_a_quote_takes_few_steps(pair: tuple[Chat, Chat], monkeypatch: pytest.Mo
 def test_the_context_fills_to_its_last_slot() -> None:
     ids = [5, 6, 7] * 5
     made = [
-        generated(Chat(Runner(tiny("f32"), options, max_context=40)), ids, ignore_eos=True)
-        for options in (SessionOptions("cpu", threads=1), SPECULATING)
+        generated(
+            load(tiny(), provider="cpu", threads=1, max_context=40, speculate=speculates),
+            ids,
+            ignore_eos=True,
+        )
+        for speculates in (False, True)
     ]
     assert made[0] == made[1]
     assert len(made[0]) == 26
@@ -104,7 +108,7 @@ def test_top_logits_come_along(pair: tuple[Chat, Chat]) -> None:
 def test_scores_are_the_logits_after_each_token(
     name: str, batch_size: int, exported: Callable[..., Exported]
 ) -> None:
-    """Rows of the head mixed up; the first tokens instead of the last."""
+    """Of the last tokens, row by row."""
     model = exported(name)
     runner = Runner(model.folder, SPECULATING)
     cache = runner.new_cache(batch_size=batch_size)
@@ -118,7 +122,7 @@ def test_scores_are_the_logits_after_each_token(
     with pytest.raises(ValueError, match="at most a chunk"):
         runner.score(cache, rows[:, :2], 3)
     with pytest.raises(ValueError, match="not opened with speculate"):
-        Runner(model.folder, SessionOptions("cpu")).score(cache, rows[:, :2], 1)
+        Runner(model.folder, SessionOptions(provider="cpu")).score(cache, rows[:, :2], 1)
 
 
 def test_lookup_takes_the_latest_longest_match() -> None:
@@ -164,4 +168,4 @@ def test_where_it_cannot_be_exact_it_is_refused() -> None:
     )
     assert ran.out == "The capital of France is Paris.\n"
     with pytest.raises(UserError, match="True or False"):
-        SessionOptions("cpu", speculate=None)  # type: ignore[arg-type]
+        SessionOptions(provider="cpu", speculate=None)  # type: ignore[arg-type]

@@ -35,9 +35,9 @@ class Rows:
         new = np.ones_like(ids) if mask is None else mask
         self._mask = np.concatenate([self._mask, new], axis=1)
         positions = np.maximum(self._mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
-        inputs = {"input_ids": ids, "attention_mask": self._mask, "position_ids": positions}
-        feeds = {name: np.ascontiguousarray(value) for name, value in inputs.items()} | self._cache
-        logits, *present = self._step(feeds)
+        new_tokens = {"input_ids": ids, "attention_mask": self._mask, "position_ids": positions}
+        inputs = {name: np.ascontiguousarray(value) for name, value in new_tokens.items()} | self._cache
+        logits, *present = self._step(inputs)
         self._cache = dict(zip(self._cache, present, strict=True))
         return logits[:, -1].astype(np.float32)
 

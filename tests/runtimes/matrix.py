@@ -124,15 +124,15 @@ class Subject:
             return Outcome(not_run=str(error))
         work = self._work / f"run-{runtime.name}"
         work.mkdir(exist_ok=True)
-        asked, answer = work / "cases.json", work / "result.json"
-        answer.unlink(missing_ok=True)
+        asked, result = work / "cases.json", work / "result.json"
+        result.unlink(missing_ok=True)
         folder = self.export(runtime.layout)
         model = next(folder.rglob("model*.onnx")).relative_to(folder)
         asked.write_text(json.dumps(self._cases | {"folder": str(folder), "model": model.as_posix()}))
         with (work / "log").open("w+b") as log:
-            if error := _run(prepared, [asked, answer], runtime.seconds, log):
+            if error := _run(prepared, [asked, result], runtime.seconds, log):
                 return Outcome(error=error)
-        return compare(json.loads(answer.read_text(encoding="utf-8")), work, self.expected, self.limits)
+        return compare(json.loads(result.read_text(encoding="utf-8")), work, self.expected, self.limits)
 
 
 def _run(prepared: Prepared, files: list[Path], seconds: int, log: BinaryIO) -> str:

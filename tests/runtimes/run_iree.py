@@ -25,8 +25,8 @@ def load(path: Path) -> Step:
     module = runtime.load_vm_flatbuffer(compiled, driver="local-task")
     main = module[next(name for name in module.vm_module.function_names if "$" not in name)]
 
-    def step(feeds: Tensors) -> list[np.ndarray]:
-        return [value.to_host() for value in main(*feeds.values())]
+    def step(inputs: Tensors) -> list[np.ndarray]:
+        return [value.to_host() for value in main(*inputs.values())]
 
     return step
 

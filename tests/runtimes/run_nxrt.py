@@ -9,7 +9,7 @@ from loop import Step, run_steps
 
 def load(path: Path) -> Step:
     session = nxrt.InferenceSession(str(path))
-    return lambda feeds: session.run(None, feeds)
+    return lambda inputs: session.run(None, inputs)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from onnx2torch import convert
 def load(path: Path) -> Step:
     module = convert(path)
 
-    def step(feeds: Tensors) -> list[np.ndarray]:
+    def step(inputs: Tensors) -> list[np.ndarray]:
         with torch.inference_mode():
-            return [value.numpy() for value in module(*map(torch.from_numpy, feeds.values()))]
+            return [value.numpy() for value in module(*map(torch.from_numpy, inputs.values()))]
 
     return step
 

@@ -9,7 +9,7 @@ from loop import Step, run_steps
 def load(path: Path) -> Step:
     # It would compute f32 models in bf16 on processors that have it.
     model = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return lambda feeds: [value.copy() for value in model(feeds).values()]
+    return lambda inputs: [value.copy() for value in model(inputs).values()]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from onnx.reference import ReferenceEvaluator
 
 def load(path: Path) -> Step:
     evaluator = ReferenceEvaluator(str(path))
-    return lambda feeds: evaluator.run(None, feeds)
+    return lambda inputs: evaluator.run(None, inputs)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ class Eager(OnnxRunner):
 def load(path: Path) -> Step:
     runner = Eager(path)
 
-    def step(feeds: Tensors) -> list[np.ndarray]:
+    def step(inputs: Tensors) -> list[np.ndarray]:
         runner.variable_dims.clear()  # else dimensions must stay those of the first call
-        return [value.numpy() for value in runner({name: Tensor(v) for name, v in feeds.items()}).values()]
+        return [value.numpy() for value in runner({name: Tensor(v) for name, v in inputs.items()}).values()]
 
     return step
 

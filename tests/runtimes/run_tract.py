@@ -8,7 +8,7 @@ from loop import Step, run_steps
 
 def load(path: Path) -> Step:
     runnable = tract.onnx().load(path).into_model().into_runnable()
-    return lambda feeds: [value.to_numpy() for value in runnable.run(list(feeds.values()))]
+    return lambda inputs: [value.to_numpy() for value in runnable.run(list(inputs.values()))]
 
 
 if __name__ == "__main__":

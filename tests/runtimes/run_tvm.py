@@ -15,8 +15,8 @@ def load(path: Path) -> Step:
     device = tvm.cpu()
     machine = relax.VirtualMachine(tvm.compile(module, target="llvm"), device)
 
-    def step(feeds: Tensors) -> list[np.ndarray]:
-        found = machine["main"](*(tvm.runtime.tensor(value, device) for value in feeds.values()))
+    def step(inputs: Tensors) -> list[np.ndarray]:
+        found = machine["main"](*(tvm.runtime.tensor(value, device) for value in inputs.values()))
         return [value.numpy() for value in found]
 
     return step

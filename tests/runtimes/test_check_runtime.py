@@ -17,7 +17,7 @@ from qwen_onnx import export
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 @pytest.mark.parametrize("name", ["openvino", "onnxruntime-genai"])
 def test_golden_ids_are_chosen_elsewhere_too(name: str, dtype: str, tmp_path: Path) -> None:
-    """Fault: an adapter that was never run; an end token that ends the comparison."""
+    """And all of them are compared, past an end token too."""
     folder = export("tiny", tmp_path / "out", dtype=dtype, layout="onnxruntime-genai").folder
     python = Path(prepare(next(runtime for runtime in RUNTIMES if runtime.name == name)).command[0])
     (packages,) = python.parents[1].glob("lib/python*/site-packages")

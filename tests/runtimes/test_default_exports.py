@@ -19,7 +19,7 @@ NAMES = {"onnxruntime": "ONNX Runtime in Python", "onnxruntime-node": "in Node",
 @pytest.mark.parametrize("dtype", ["f32", "f16", "int8"])
 @pytest.mark.parametrize("name", NAMES)
 def test_graphs_load_where_info_says(name: str, dtype: str, tmp_path: Path) -> None:
-    """Fault: a promise that was never tried; a graph that some runtime could take, and nobody is told."""
+    """And nowhere else: every runtime that takes a graph is listed."""
     summary = export("tiny", tmp_path / "export", dtype=dtype)
     prepared = prepare(next(runtime for runtime in RUNTIMES if runtime.name == name))
     wanted, found = {}, {}

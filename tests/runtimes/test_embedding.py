@@ -1,4 +1,4 @@
-"""docs/embedding.md: what it shows runs as it is, without this package, and answers as the runner does."""
+"""docs/embedding.md: its programs run as they are, without this package, and give the runner's answers."""
 
 from __future__ import annotations
 
@@ -170,10 +170,10 @@ def test_the_page_chats(site: Path, scripts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.runtimes
 @pytest.mark.parametrize(("query", "missing"), [("?model=nowhere", "nowhere/"), ("", "ort/")])
-def test_the_page_says_what_is_missing(
+def test_the_page_names_what_is_missing(
     site: Path, scripts: Path, tmp_path: Path, query: str, missing: str
 ) -> None:
-    """A page that loads for ever; an error that only the console shows."""
+    """On the page itself, not in the console alone, and it does not go on loading."""
     broken = shutil.copytree(site, tmp_path / "page", symlinks=True)
     shutil.rmtree(broken / missing, ignore_errors=True)
     with served(broken) as url:

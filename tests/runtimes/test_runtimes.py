@@ -41,7 +41,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("runtime", QUICK, ids=lambda runtime: runtime.name)
 def test_every_id_is_ours(runtime: Runtime, dtype: str, subject: Callable[[str], Subject]) -> None:
-    """One that cannot be installed fails too: what was not run must not look like what passed."""
+    """One that cannot be installed fails too: a test that was not run is no test that passed."""
     outcome = subject(dtype).run(runtime)
     assert not outcome.faults
     assert outcome.ok
@@ -113,7 +113,7 @@ def test_what_a_runtime_has_not_is_no_fault_and_what_failed_is(compared: Callabl
 
 
 def test_after_a_near_tie_nothing_is_compared(compared: Callable[..., Outcome]) -> None:
-    """The next turn follows another answer, and so do the logits."""
+    """Ids and logits after it, and the next turn, are those of another answer."""
     far = np.array([[0.01], [0.01], [5]])
     outcome = compared(far, prompt=[1, 0, 1], turn=[2, 2, 2])
     assert outcome.ok

@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 
 from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES, read_header
+from qwen_onnx.contract.manifest import Manifest, is_weights, read_manifest, write_manifest
 from qwen_onnx.exports.writer import hash_file
-from qwen_onnx.manifest import Manifest, is_weights, read_manifest, write_manifest
 from qwen_onnx.runners.runtime.integrity import sample
 
 WEIGHTS = "weights.safetensors"

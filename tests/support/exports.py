@@ -14,20 +14,30 @@ from qwen_onnx import contract
 from qwen_onnx.checkpoints.checkpoint import open_checkpoint
 from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.checkpoints.safetensors_file import read_header
-from qwen_onnx.exports.exporter import export_model
-from qwen_onnx.manifest import GraphSpec, TensorSpec, read_manifest
+from qwen_onnx.contract.manifest import GraphSpec, TensorSpec, read_manifest
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 from support.checkpoints import CONFIGS, RawConfig, write_checkpoint
+from support.exporting import export_model
 from support.tolerances import OF_TYPE
 
 IDS = np.random.default_rng(11).integers(0, 320, (3, 160))
 """Token ids below every test configuration's vocab_size, a row for each sequence of a batch."""
 
-ON_CPU = SessionOptions("cpu", threads=1)
+ON_CPU = SessionOptions(provider="cpu", threads=1)
 """One thread: the matrices are tiny."""
+
+
+def past_names(layers: int) -> list[str]:
+    """Inputs that hold the cache, layer by layer, key before value."""
+    return [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
+
+
+def present_names(layers: int) -> list[str]:
+    """Outputs that hold the cache with the new tokens in it, in the order of `past_names`."""
+    return [f"present.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
 
 
 class Exported:
@@ -88,23 +98,27 @@ class Exported:
 
 
 def from_panels(values: np.ndarray) -> np.ndarray:
-    """[panels, in, rows of a panel] -> [out, in], as --layout cpu stores a matrix."""
+    """[panels, in, rows of a panel] -> [out, in], as --weights-order panels stores a matrix."""
     return np.concatenate(list(values.swapaxes(1, 2)))
 
 
 def export_random(
-    folder: Path, raw: RawConfig | str, dtype: str = "f32", layout: str = "plain", **overrides: Any
+    folder: Path,
+    raw: RawConfig | str,
+    dtype: str = "f32",
+    weights_order: str = "checkpoint",
+    **overrides: Any,
 ) -> Exported:
     """Write random weights of a configuration, changed by `overrides`, and export them."""
     raw = {**(CONFIGS[raw] if isinstance(raw, str) else raw), **overrides}
     write_checkpoint(folder / "checkpoint", raw)
-    return export_checkpoint(folder / "checkpoint", folder / "export", dtype, layout=layout)
+    return export_checkpoint(folder / "checkpoint", folder / "export", dtype, weights_order=weights_order)
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, dtype: str, *, layout: str = "plain", link: bool = False
+    checkpoint: Path, out: Path, dtype: str, *, weights_order: str = "checkpoint", link: bool = False
 ) -> Exported:
-    export_model(str(checkpoint), out, dtype=dtype, layout=layout, link=link)
+    export_model(str(checkpoint), out, dtype=dtype, weights_order=weights_order, link=link)
     return Exported(checkpoint, out, dtype)
 
 
@@ -161,7 +175,7 @@ class DirectCache:
         """`bound`: past and present are the same buffer, as a runner has them; else new arrays each step."""
         self.exported, self.bound, self.lowering, self.capacity = exported, bound, lowering, capacity
         layers, spec = exported.manifest.num_hidden_layers, exported.cache_spec("prefill", lowering)
-        self.past, self.present = contract.past_names(layers), contract.present_names(layers)
+        self.past, self.present = past_names(layers), present_names(layers)
         self.tolerance = OF_TYPE[spec.dtype]
         shape = (batch_size, int(spec.shape[1]), capacity, int(spec.shape[3]))
         self.buffers = [np.zeros(shape, spec.dtype) for _ in self.past]
@@ -195,23 +209,23 @@ class DirectCache:
         if not sliced:
             beyond = ((0, 0), (0, self.capacity - live))
             attention_mask = np.pad(attention_mask, beyond, constant_values=after)
-        feeds = {
+        inputs = {
             contract.INPUT_IDS: np.ascontiguousarray(input_ids, np.int64),
             contract.ATTENTION_MASK: np.ascontiguousarray(attention_mask, np.int64),
             contract.POSITION_IDS: np.ascontiguousarray(position_ids, np.int64),
             contract.WRITE_INDICES: write_indices,
         }
         session = self.exported.session(entry or ("decode" if queries == 1 else "prefill"), self.lowering)
-        feeds |= dict(zip(self.past, self.buffers, strict=True))
+        inputs |= dict(zip(self.past, self.buffers, strict=True))
         if self.bound:
             logits = np.empty((len(input_ids), 1, self.exported.config.vocab_size), np.float32)
             run_bound(
                 session,
-                feeds,
+                inputs,
                 {contract.LOGITS: logits, **dict(zip(self.present, self.buffers, strict=True))},
             )
         else:
-            logits, *self.buffers = session.run([contract.LOGITS, *self.present], feeds)
+            logits, *self.buffers = session.run([contract.LOGITS, *self.present], inputs)
         for buffer in self.buffers:
             assert np.isfinite(buffer[:, :, :live]).all(), "a live slot of the cache is not finite"
         assert logits.dtype == np.float32
@@ -238,7 +252,7 @@ class ContribCache:
         """`bound`: as in DirectCache. `unread`: what stands in place of NaN."""
         self.exported, self.bound, self.unread, self.capacity = exported, bound, unread, capacity
         layers, spec = exported.manifest.num_hidden_layers, exported.cache_spec("prefill", "contrib")
-        self.past, self.present = contract.past_names(layers), contract.present_names(layers)
+        self.past, self.present = past_names(layers), present_names(layers)
         shape = (batch_size, int(spec.shape[1]), capacity, int(spec.shape[3]))
         self.buffers = [np.full(shape, unread, spec.dtype) for _ in self.past]
         self.lengths = np.zeros(batch_size, np.int64)
@@ -254,21 +268,21 @@ class ContribCache:
 
     def step(self, entry: str, rows: slice, input_ids: np.ndarray, *, total: int) -> np.ndarray:
         self.lengths[rows] += input_ids.shape[1]
-        feeds: dict[str, np.ndarray] = {
+        inputs: dict[str, np.ndarray] = {
             contract.INPUT_IDS: np.ascontiguousarray(input_ids, np.int64),
             contract.SEQLENS_K: (self.lengths[rows] - 1).astype(np.int32),
             contract.TOTAL_SEQUENCE_LENGTH: np.array(total, np.int32),
         }
         session = self.exported.session(entry, "contrib")
         views = [buffer[rows] for buffer in self.buffers]
-        feeds |= dict(zip(self.past, views, strict=True))
+        inputs |= dict(zip(self.past, views, strict=True))
         if self.bound:
             logits = np.empty((len(input_ids), 1, self.exported.config.vocab_size), np.float32)
             run_bound(
-                session, feeds, {contract.LOGITS: logits, **dict(zip(self.present, views, strict=True))}
+                session, inputs, {contract.LOGITS: logits, **dict(zip(self.present, views, strict=True))}
             )
         else:
-            logits, *made = session.run([contract.LOGITS, *self.present], feeds)
+            logits, *made = session.run([contract.LOGITS, *self.present], inputs)
             for view, array in zip(views, made, strict=True):
                 for own, new, length in zip(view, array, self.lengths[rows], strict=True):
                     own[:, :length] = new[:, :length]  # the rest is zeros

@@ -13,7 +13,7 @@ from onnx.reference.op_run import OpRun
 
 from qwen_onnx import contract
 from support.checkpoints import QWEN2, RawConfig, random_tensors
-from support.exports import IDS, Exported
+from support.exports import IDS, Exported, past_names, present_names
 from support.strict import (
     OPERATORS,
     evaluate,
@@ -78,7 +78,7 @@ class Run:
         """`change` edits the graphs before they are run."""
         self.model, self.operators = model, operators
         layers, spec = model.manifest.num_hidden_layers, model.cache_spec("prefill", lowering)
-        self.names = list(zip(contract.past_names(layers), contract.present_names(layers), strict=True))
+        self.names = list(zip(past_names(layers), present_names(layers), strict=True))
         shape = (2, int(spec.shape[1]), CAPACITY, int(spec.shape[3]))
         self.cache = {past: np.zeros(shape, NUMPY[spec.dtype]) for past, _ in self.names}
         self.graphs = {entry: onnx.load(model.path(entry, lowering)) for entry in ("prefill", "decode")}
@@ -91,9 +91,9 @@ class Run:
     def distance(self) -> float:
         return max(difference(ran.found, ran.wanted) for ran in self.ran)
 
-    def _run(self, entry: str, feeds: Values, rows: slice, ends: Sequence[int] | np.ndarray) -> None:
+    def _run(self, entry: str, inputs: Values, rows: slice, ends: Sequence[int] | np.ndarray) -> None:
         cache = {name: buffer[rows] for name, buffer in self.cache.items()}
-        values = evaluate(self.graphs[entry], feeds | cache, self.operators)
+        values = evaluate(self.graphs[entry], inputs | cache, self.operators)
         for past, present in self.names:
             self.cache[past][rows] = values[present]
         own = zip(range(2)[rows], ends, strict=True)
@@ -103,7 +103,7 @@ class Run:
     def _static(self, lowering: str) -> None:
         for entry, start, stop in (("prefill", 0, PROMPT), ("decode", PROMPT, PROMPT + 1)):
             slots = np.arange(stop if lowering == "static" else CAPACITY)
-            feeds = {
+            inputs = {
                 contract.INPUT_IDS: np.stack(
                     [np.roll(IDS[row], pad)[start:stop] for row, pad in enumerate(PADS)]
                 ),
@@ -111,24 +111,24 @@ class Run:
                 contract.POSITION_IDS: np.maximum(np.arange(start, stop) - PADS[:, None], 0),
                 contract.WRITE_INDICES: np.full(2, start),
             }
-            self._run(entry, feeds, slice(0, 2), stop - PADS)
+            self._run(entry, inputs, slice(0, 2), stop - PADS)
 
     def _contrib(self, _: str) -> None:
         """Row by row, the first in two chunks; then together."""
         for row, start, stop in ((0, 0, 6), (0, 6, PROMPT), (1, 0, PROMPT - PADS[1])):
-            feeds: Values = {
+            inputs: Values = {
                 contract.INPUT_IDS: IDS[row : row + 1, start:stop],
                 contract.SEQLENS_K: np.array([stop - 1], np.int32),
                 contract.TOTAL_SEQUENCE_LENGTH: np.array(stop, np.int32),
             }
-            self._run("prefill", feeds, slice(row, row + 1), [stop])
+            self._run("prefill", inputs, slice(row, row + 1), [stop])
         lengths = PROMPT - PADS
-        feeds = {
+        inputs = {
             contract.INPUT_IDS: np.stack([IDS[row, [length]] for row, length in enumerate(lengths)]),
             contract.SEQLENS_K: lengths.astype(np.int32),
             contract.TOTAL_SEQUENCE_LENGTH: np.array(CAPACITY, np.int32),
         }
-        self._run("decode", feeds, slice(0, 2), lengths + 1)
+        self._run("decode", inputs, slice(0, 2), lengths + 1)
 
 
 def attend_in_f16(model: onnx.ModelProto) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import safetensors.numpy
 from onnx import TensorProto
 
 from qwen_onnx import export
-from qwen_onnx.manifest import GraphSpec, read_manifest
+from qwen_onnx.contract.manifest import GraphSpec, read_manifest
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from support.checkpoints import RawConfig, write_checkpoint
@@ -81,8 +82,9 @@ def export_tensors(folder: Path, raw: RawConfig, tensors: dict[str, np.ndarray],
     return export_checkpoint(folder / "m", folder / "out", dtype)
 
 
-def opened(folder: Path, **settings: Any) -> Chat:
-    return Chat(Runner(folder, ON_CPU, **settings))
+def opened(folder: Path, **options: Any) -> Chat:
+    """On one thread of the CPU."""
+    return Chat(Runner(folder, dataclasses.replace(ON_CPU, **options)))
 
 
 def say(monkeypatch: pytest.MonkeyPatch, chat: Chat, ids: Sequence[int]) -> list[int]:

@@ -15,17 +15,10 @@ from typing import Any
 import onnx_ir as ir
 
 from qwen_onnx.checkpoints.config import QwenConfig, parse_config
-from qwen_onnx.contract import BlockPlan, Blocks
+from qwen_onnx.contract.quant import QuantConfig, QuantPlan
 from qwen_onnx.exports.layouts.known import choose_layout
 from qwen_onnx.exports.panels import misfit
-from qwen_onnx.exports.plan import (
-    GraphPlan,
-    build_planned,
-    graph_plans,
-    panel_plans,
-    portable_plans,
-    quantised_plans,
-)
+from qwen_onnx.exports.plan import ExportKind, GraphPlan, build_planned, graph_plans
 from support.checkpoints import CONFIGS
 
 GOLDEN = Path(__file__).with_name("graph_digests.json")
@@ -35,19 +28,22 @@ Parts = dict[str, str]
 
 def plans(config: QwenConfig) -> Iterator[tuple[str, GraphPlan]]:
     """Every graph of every kind of export, with the kind's name."""
-    for dtype in ("f32", "f16", "bf16"):
-        for packed in (True, False):
-            kind = dtype if packed else f"{dtype}-link"
-            yield from ((kind, plan) for plan in graph_plans(config, dtype, packed=packed))
+    plain, _ = choose_layout("plain", "portable", "f32")
+    kinds = {
+        f"{dtype}{'' if packed else '-link'}": ExportKind(dtype, plain, packed=packed)
+        for dtype in ("f32", "f16", "bf16")
+        for packed in (True, False)
+    }
     for dtype in ("f32", "f16"):
-        layout, _ = choose_layout("plain", "portable", dtype)
-        yield from ((f"portable-{dtype}", plan) for plan in portable_plans(dtype, layout, split=True))
+        kinds[f"portable-{dtype}"] = ExportKind(dtype, plain, portable=True, split=True)
     for bits in (4, 8):
-        blocks = BlockPlan(Blocks(bits, 32), Blocks(8, 16))
-        yield from ((f"int{bits}", plan) for plan in quantised_plans(config, blocks))
+        quant = QuantPlan(QuantConfig(bits, 32), QuantConfig(8, 16))
+        kinds[f"int{bits}"] = ExportKind(f"int{bits}", plain, quant=quant)
     for rows in (8, 16):
         if not misfit(config, rows):
-            yield from ((f"panels{rows}", plan) for plan in panel_plans(rows))
+            kinds[f"panels{rows}"] = ExportKind("f32", plain, panel_rows=rows)
+    for name, kind in kinds.items():
+        yield from ((name, plan) for plan in graph_plans(config, kind))
 
 
 def parts(model: ir.Model) -> Parts:

@@ -8,9 +8,11 @@ from typing import Any
 
 from qwen_onnx import UserError
 from qwen_onnx.cli.chat.repl import Repl
-from qwen_onnx.runners.chat import Token
-from qwen_onnx.runners.generate import FinishReason
-from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.options import Given, made
+from qwen_onnx.runners.output import FinishReason, Token
+from qwen_onnx.runners.sampling.generation_config import GenerationConfig
+from qwen_onnx.runners.sampling.params import merged
+from qwen_onnx.runners.sampling.request import Request
 
 CTRL_C, CTRL_D = KeyboardInterrupt(), EOFError()
 
@@ -21,7 +23,7 @@ class ScriptedChat:
     def __init__(self, *answers: str | UserError) -> None:
         self.asked: list[Any] = []
         self.context_used, self.tokenizer = 0, None
-        self.defaults = SimpleNamespace(max_new_tokens=None)
+        self.generation_config = GenerationConfig()
         self.runner = SimpleNamespace(context_length=100, manifest=SimpleNamespace(model_id="a/model"))
         self._answers = list(answers)
 
@@ -32,25 +34,28 @@ class ScriptedChat:
     def rewind(self, prompt: Any) -> None:
         self.context_used = len(prompt)
 
-    def stream(self, prompt_ids: list[int], request: GenerationRequest) -> Iterator[Token]:
+    def request(self, options: Given) -> Request:
+        return made(Request, merged(self.generation_config.given, options))
+
+    def generate(self, prompt_ids: list[int], **asked: Any) -> Iterator[Token]:
         self.asked.append(self._prompt)
         said = self._answers.pop(0)
         if isinstance(said, UserError):
             raise said
         words = said.split(" ")
-        for made, word in enumerate(words, start=1):
-            self.context_used = len(prompt_ids) + made - 1
-            reason = FinishReason.EOS if made == len(words) else None
-            if made == request.max_new_tokens and reason is None:
+        for count, word in enumerate(words, start=1):
+            self.context_used = len(prompt_ids) + count - 1
+            reason = FinishReason.EOS if count == len(words) else None
+            if count == asked["max_new_tokens"] and reason is None:
                 reason = FinishReason.LENGTH
-            text = word if made == 1 else f" {word}"
-            yield Token(made, text, reason, len(prompt_ids), 0, 12.34, None if made == 1 else 56.78)
+            text = word if count == 1 else f" {word}"
+            yield Token(count, text, reason, len(prompt_ids), 0, 12.34, None if count == 1 else 56.78)
             if reason is not None:
                 return
 
 
 def talk(
-    chat: Any, *lines: str | BaseException, show: Callable[[Token], None] | None = None, **settings: Any
+    chat: Any, *lines: str | BaseException, on_token: Callable[[Token], None] | None = None, **settings: Any
 ) -> int:
     """Run a session on these lines (or what reading one raises); the exit code. All of them must be read."""
     script = iter(lines)
@@ -63,9 +68,9 @@ def talk(
         return line
 
     own = {name: settings.pop(name) for name in ("system", "raw", "report", "shift") if name in settings}
-    request = GenerationRequest(**{"max_new_tokens": 50, **settings})
-    say = show or (lambda token: print(token.text, end=""))
-    repl = Repl(chat, request, show=lambda token, _: None if token is None else say(token), **own)
+    asked = {"max_new_tokens": 50, **settings}
+    say = on_token or (lambda token: print(token.text, end=""))
+    repl = Repl(chat, asked, print_token=lambda token, _: None if token is None else say(token), **own)
     code = repl.run(read)
     assert next(script, None) is None, "left before the end of the script"
     return code

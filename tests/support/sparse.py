@@ -20,8 +20,8 @@ MB, GB = 10**6, 10**9
 CHILD = """
 import sys
 from pathlib import Path
-from qwen_onnx.exports.exporter import export_model
-export_model(sys.argv[1], Path(sys.argv[2]), dtype=sys.argv[3])
+from qwen_onnx import export
+export(sys.argv[1], Path(sys.argv[2]), dtype=sys.argv[3])
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(int(status["VmHWM"].split()[0]) * 1024)
 """

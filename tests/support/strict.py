@@ -36,7 +36,7 @@ class Gemm(OpRun):
 
 
 class RMSNormalization(OpRun):
-    """As the operator's text has it: f32 up to the normalised value, which is rounded, then scaled.
+    """As the operator's text has it: f32 up to the normalized value, which is rounded, then scaled.
 
     onnx's own implementation squares in the input's type whatever `stash_type` says.
     """
@@ -46,7 +46,7 @@ class RMSNormalization(OpRun):
     def _run(self, x: Any, scale: Any, axis: int, epsilon: float, stash_type: int) -> tuple[np.ndarray]:
         assert axis == -1
         stash = x.astype(onnx.helper.tensor_dtype_to_np_dtype(stash_type))
-        return (normalised(stash, epsilon).astype(x.dtype) * scale,)
+        return (normalized(stash, epsilon).astype(x.dtype) * scale,)
 
 
 class FusedMatMul(OpRun):
@@ -68,7 +68,7 @@ class QuickGelu(OpRun):
 
 
 class SkipSimplifiedLayerNormalization(OpRun):
-    """The sum is rounded to the type and summed up in f32; the normalised value is scaled before it is rounded."""
+    """The sum is rounded to the type and summed up in f32; the normalized value is scaled before it is rounded."""
 
     op_domain = CONTRIB
     inner: ClassVar[type[np.generic]] = np.float32
@@ -76,7 +76,7 @@ class SkipSimplifiedLayerNormalization(OpRun):
 
     def _run(self, x: Any, skip: Any, gamma: Any, epsilon: float) -> tuple[np.ndarray, ...]:
         total = x + skip
-        scaled = normalised(total.astype(self.inner), epsilon) * gamma.astype(self.inner)
+        scaled = normalized(total.astype(self.inner), epsilon) * gamma.astype(self.inner)
         return scaled.astype(x.dtype), np.empty(0), np.empty(0), total
 
 
@@ -144,7 +144,7 @@ class GroupQueryAttention(OpRun):
         return outputs, present_key, present_value, scores
 
 
-def normalised(x: np.ndarray, epsilon: float) -> np.ndarray:
+def normalized(x: np.ndarray, epsilon: float) -> np.ndarray:
     """x over its root mean square, in its type throughout."""
     mean_square = np.mean(x * x, axis=-1, keepdims=True, dtype=x.dtype)
     return np.asarray(x / np.sqrt(mean_square + x.dtype.type(epsilon)))
@@ -177,7 +177,7 @@ class NotAsDeclaredError(Exception):
 
 
 def evaluate(
-    model: onnx.ModelProto, feeds: dict[str, np.ndarray], operators: Sequence[type[OpRun]] = OPERATORS
+    model: onnx.ModelProto, inputs: dict[str, np.ndarray], operators: Sequence[type[OpRun]] = OPERATORS
 ) -> dict[str, np.ndarray]:
     """Every value of the graph by name, the attention scores (before masking) among them.
 
@@ -190,7 +190,7 @@ def evaluate(
     del model.graph.output[:]
     model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names)
     with np.errstate(all="ignore"):  # an overflow is for the caller to find in the values
-        values = ReferenceEvaluator(model, new_ops=list(operators)).run(names, feeds)
+        values = ReferenceEvaluator(model, new_ops=list(operators)).run(names, inputs)
     found = dict(zip(names, (np.asarray(value) for value in values), strict=True))
     for name, element in declared.items():
         if found[name].dtype != onnx.helper.tensor_dtype_to_np_dtype(element):

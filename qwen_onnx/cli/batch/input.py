@@ -5,20 +5,20 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.options import Given, declared, made
 from qwen_onnx.runners.chat import Message
-from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.runners.sampling.params import DRAWING
+from qwen_onnx.runners.sampling.request import Request
 from qwen_onnx.runners.text.prompts import verified_messages
 
 MOST_BYTES = 16 << 20
 """Of a line."""
-_OF_REQUEST = ("max_new_tokens", "min_new_tokens", "stop")
-_OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
-_OF_SAMPLING = (*_OF_DRAWING, "seed", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_KEYS = ("messages", "prompt", "id", *_OF_REQUEST, *_OF_SAMPLING)
+_OPTIONS = tuple(name for name, option in declared(Request).items() if option.of_lines)
+_KEYS = ("messages", "prompt", "id", *_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +31,6 @@ class Line:
     """Without white space around it, and without a byte order mark."""
     end: int
     """Bytes of the file up to and with it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What a line asks for."""
-
-    prompt: str | list[Message]
-    request: GenerationRequest
 
 
 def read_lines(stream: BinaryIO, name: str) -> Iterator[Line]:
@@ -91,11 +83,13 @@ def parse_object(content: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_line(value: dict[str, Any], request: GenerationRequest, *, raw: bool, system: str | None) -> Asked:
-    """What an object of `parse_object` asks for.
+def parse_line(
+    value: dict[str, Any], asked: Given, *, raw: bool, system: str | None
+) -> tuple[str | list[Message], Given]:
+    """The prompt and the options that an object of `parse_object` asks for.
 
     Args:
-        request: what holds where the line says nothing, or null.
+        asked: options that hold where the line says nothing, or null.
         raw: a prompt is text to go on with, not a user's message.
         system: comes before the message that a prompt is; `messages` have their own.
 
@@ -118,15 +112,11 @@ def parse_line(value: dict[str, Any], request: GenerationRequest, *, raw: bool, 
     else:
         prompt = [{"role": "system", "content": system}] if system else []
         prompt.append({"role": "user", "content": text})
-    of_sampling = _given(value, _OF_SAMPLING)
-    if any(name in of_sampling for name in _OF_DRAWING):
-        of_sampling["do_sample"] = None  # --greedy was for lines that say nothing
-    sampling = dataclasses.replace(request.sampling, **of_sampling)
-    return Asked(prompt, dataclasses.replace(request, sampling=sampling, **_given(value, _OF_REQUEST)))
-
-
-def _given(value: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: value[name] for name in names if value.get(name) is not None}
+    own = {name: value[name] for name in _OPTIONS if value.get(name) is not None}
+    if any(name in own for name in DRAWING):  # --greedy was for lines that say nothing
+        asked = {name: value for name, value in asked.items() if name != "do_sample"}
+    made(Request, own)
+    return prompt, {**asked, **own}
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

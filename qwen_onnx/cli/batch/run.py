@@ -13,20 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from qwen_onnx.cli.batch.input import Line, parse_line, parse_object, read_lines
 from qwen_onnx.cli.batch.output import Results
-from qwen_onnx.cli.completion import Answer, begins_reasoning
+from qwen_onnx.cli.completion import Completion, begins_reasoning
 from qwen_onnx.errors import OutOfMemoryError, UserError
-from qwen_onnx.runners.batch import verify_batches
+from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Token
-from qwen_onnx.runners.generate import FinishReason
+from qwen_onnx.runners.generate import verify_batch
+from qwen_onnx.runners.output import FinishReason
 from qwen_onnx.runners.runtime.session import onnxruntime_version
-from qwen_onnx.runners.sampling.request import GenerationRequest
 
 BATCH_SIZE = 8
 WINDOW = 4
@@ -46,22 +46,13 @@ class BatchOptions:
     out: Path | None
     """None: stdout."""
 
-
-def batch_options(file: str | None, size: int | None, out: Path | None) -> BatchOptions | None:
-    """The options of a batch as given; None where none is asked for.
-
-    Raises:
-        UserError: options of a batch without one.
-    """
-    if file is not None:
-        return BatchOptions(file, BATCH_SIZE if size is None else size, out)
-    for name, value in (("--batch-size", size), ("--out", out)):
-        if value is not None:
-            raise UserError(f"{name} is for --batch FILE.jsonl, which is not given")
-    return None
+    @classmethod
+    def of(cls, file: str, size: int | None, out: Path | None) -> Self:
+        """As they were given."""
+        return cls(file, BATCH_SIZE if size is None else size, out)
 
 
-def verify_batch(options: BatchOptions) -> None:
+def verify_batch_files(options: BatchOptions) -> None:
     """Raises UserError where the files cannot be opened: before a model is."""
     with _input(options.file):
         pass
@@ -76,10 +67,10 @@ class _Item:
 
     line: Line
     key: str
-    request: GenerationRequest
+    asked: Given
     prompt_ids: list[int] = dataclasses.field(default_factory=list)
     begun: bool | None = None
-    """As of `Answer.of`."""
+    """As of `Completion.of`."""
     echoed: Result = dataclasses.field(default_factory=dict)
     """Its id, where it has one."""
     result: Result | None = None
@@ -88,10 +79,10 @@ class _Item:
     def fail(self, error: UserError) -> None:
         self.result = {**self.echoed, "error": str(error)}
 
-    def answer(self, tokens: Sequence[Token], reason: FinishReason) -> None:
+    def answer(self, chat: Chat, tokens: Sequence[Token], reason: FinishReason) -> None:
         """What `run --json` prints, but for the prompt's ids, and for times: the same again gives the same line."""
         fields = dataclasses.asdict(
-            Answer.of(self.prompt_ids, tokens, self.request, reason, begun=self.begun)
+            Completion.of(self.prompt_ids, tokens, chat.request(self.asked), reason, begun=self.begun)
         )
         names = (
             "text", "reasoning", "tool_calls", "token_ids", "finish_reason", "top_logits", "logprobs",
@@ -101,10 +92,10 @@ class _Item:
         self.new_tokens = len(tokens)
 
 
-def answer_file(
+def complete_file(
     chat: Chat,
     options: BatchOptions,
-    request: GenerationRequest,
+    asked: Given,
     *,
     raw: bool,
     system: str | None,
@@ -113,17 +104,17 @@ def answer_file(
     """Answer every line of a file; the exit code: 0, or 130 after Ctrl-C.
 
     Args:
-        request: what holds where a line says nothing.
+        asked: what holds where a line says nothing.
         raw, system: see `parse_line`.
 
     Raises:
         UserError: nothing of it can be done; or, once all is done, some lines could not be answered.
     """
-    verify_batches(chat.runner, options.size)
+    verify_batch(chat.runner, options.size)
     started, new_tokens = time.perf_counter(), 0
     runner = chat.runner
     held = [
-        *(runner.manifest.files, runner.context_length, request, raw, system, runner.describe()),
+        *(runner.manifest.files, runner.context_length, chat.request(asked), raw, system, runner.describe()),
         *(runner.options.optimization_level, runner.options.disabled_optimizers, onnxruntime_version()),
     ]
     settings = hashlib.sha256(repr(held).encode())
@@ -139,8 +130,8 @@ def answer_file(
             # One at a time, each is answered as it comes.
             window = options.size * WINDOW if options.size > 1 else 1
             while taken := list(itertools.islice(lines, window)):
-                items = [_item(chat, line, key, request, raw=raw, system=system) for line, key in taken]
-                for item, result in _in_order(items, _answered(chat, items, options.size)):
+                items = [_item(chat, line, key, asked, raw=raw, system=system) for line, key in taken]
+                for item, result in _in_order(items, _completed(chat, items, options.size)):
                     if "error" in result:
                         print(f"line {item.line.number}: {result['error']}", file=sys.stderr, flush=True)
                     results.write(item.line, item.key, result)
@@ -161,17 +152,15 @@ def answer_file(
     return 0
 
 
-def _item(
-    chat: Chat, line: Line, key: str, request: GenerationRequest, *, raw: bool, system: str | None
-) -> _Item:
+def _item(chat: Chat, line: Line, key: str, asked: Given, *, raw: bool, system: str | None) -> _Item:
     """A line that is ready to be answered, or whose result is why it cannot be."""
-    item = _Item(line, key, request)
+    item = _Item(line, key, asked)
     try:
         value = parse_object(line.content)
         item.echoed = {"id": value["id"]} if "id" in value else {}
-        asked = parse_line(value, request, raw=raw, system=system)
-        item.request, item.prompt_ids = asked.request, chat.verified_ids(asked.prompt, asked.request)
-        item.begun = None if isinstance(asked.prompt, str) else begins_reasoning(chat, item.prompt_ids)
+        prompt, item.asked = parse_line(value, asked, raw=raw, system=system)
+        item.prompt_ids = chat.verified_ids(prompt, item.asked)
+        item.begun = None if isinstance(prompt, str) else begins_reasoning(chat, item.prompt_ids)
     except UserError as error:
         item.fail(error)
     return item
@@ -185,7 +174,7 @@ def _in_order(items: Iterable[_Item], answered: Iterable[_Item]) -> Iterator[tup
             yield waiting.popleft(), result
 
 
-def _answered(chat: Chat, items: Sequence[_Item], size: int) -> Iterator[_Item]:
+def _completed(chat: Chat, items: Sequence[_Item], size: int) -> Iterator[_Item]:
     """The items, each when it has its result: prompts of like length together, the batch of the first line first."""
     left = []
     for item in items:
@@ -202,11 +191,11 @@ def _answered(chat: Chat, items: Sequence[_Item], size: int) -> Iterator[_Item]:
 def _together(chat: Chat, batch: Sequence[_Item]) -> Iterator[_Item]:
     tokens: list[list[Token]] = [[] for _ in batch]
     try:
-        stream = chat.generate_batch([item.prompt_ids for item in batch], [item.request for item in batch])
+        stream = chat.generate_each([item.prompt_ids for item in batch], [item.asked for item in batch])
         for index, token in stream:
             tokens[index].append(token)
             if token.finish_reason is not None:
-                batch[index].answer(tokens[index], token.finish_reason)
+                batch[index].answer(chat, tokens[index], token.finish_reason)
                 yield batch[index]
     except UserError as error:
         left = [item for item in batch if item.result is None]
@@ -221,7 +210,7 @@ def _together(chat: Chat, batch: Sequence[_Item]) -> Iterator[_Item]:
         return
     for item in batch:  # no token of it was wanted
         if item.result is None:
-            item.answer([], FinishReason.LENGTH)
+            item.answer(chat, [], FinishReason.LENGTH)
             yield item
 
 

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from qwen_onnx.cli.chat.commands import HELP, OF_CHATS, file_argument, parse_command
 from qwen_onnx.cli.chat.conversation import Conversation, with_room
 from qwen_onnx.cli.chat.settings import changed
-from qwen_onnx.cli.completion import Answer, answer, bounded, verify_for_template
+from qwen_onnx.cli.completion import Completion, bounded, complete, verify_for_template
 from qwen_onnx.errors import UserError, printable
+from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Message, Token
-from qwen_onnx.runners.generate import verify_options
-from qwen_onnx.runners.sampling.request import GenerationRequest
+from qwen_onnx.runners.generate import verify_request
 from qwen_onnx.runners.text.reasoning import Said
-
-HELP = """\
-/help              this list
-/reset             forget the conversation
-/system TEXT       begin anew under this system message; without TEXT, none
-/undo              forget the last question and its answer
-/retry             answer the last question anew
-/tool TEXT         give the result of the function that the model called
-/params            how tokens are chosen and what ends an answer
-/set NAME VALUE    change one of these; without VALUE, the model's own
-/save FILE         keep the conversation, and what was computed of it, in a file
-/load FILE         go on with a conversation that was saved
-/stats             context used and left, speed of the last answer
-/quit              leave (so do Ctrl-D, and Ctrl-C twice)
-A line that ends in a backslash goes on in the next; //text sends /text.
-Ctrl-C stops an answer and keeps the session."""
-COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
-_ALIASES = {"/clear": "/reset", "/exit": "/quit"}
-_OF_CHATS = ("/reset", "/system", "/undo", "/retry", "/tool", "/save", "/load")
-_COMMAND = re.compile(r"(/[a-z_]+)(?:\s+(.*))?", re.DOTALL)
 
 
 class Repl:
@@ -43,25 +23,26 @@ class Repl:
     def __init__(
         self,
         chat: Chat,
-        request: GenerationRequest,
+        asked: Given,
         *,
         system: str | None = None,
         raw: bool = False,
         shift: bool = True,
-        show: Callable[[Token | None, Said], None],
+        print_token: Callable[[Token | None, Said], None],
         end: Callable[[], None] = print,
-        report: Callable[[Answer], None] = lambda answer: None,
+        report: Callable[[Completion], None] = lambda completion: None,
     ) -> None:
         """Nothing is read yet.
 
         Args:
             raw: complete text, no chat.
             shift: where the context is full, the oldest turns are dropped; else the turn is refused.
-            show: gets each token as it comes; `end` is called after the last, and `report` gets the whole answer.
+            asked: values of Request by field name.
+            print_token: gets each token as it comes; `end` is called after the last, and `report` gets all of it.
         """
-        self._chat, self._request, self._raw, self._shift = chat, request, raw, shift
-        self._show, self._end, self._report = show, end, report
-        self._last: Answer | None = None
+        self._chat, self._asked, self._raw, self._shift = chat, dict(asked), raw, shift
+        self._print_token, self._end, self._report = print_token, end, report
+        self._last: Completion | None = None
         self._conversation = Conversation(system)
 
     def status(self) -> str:
@@ -88,7 +69,7 @@ class Repl:
                 _say("\n(Ctrl-C again, or Ctrl-D, leaves)")
                 continue
             interrupted = False
-            if _ALIASES.get(line.strip(), line.strip()) == "/quit":
+            if parse_command(line)[0] == "/quit":
                 return 0
             try:
                 self._handle(line)
@@ -98,10 +79,10 @@ class Repl:
                 _say("\n(interrupted)")
 
     def _handle(self, line: str) -> None:
-        command, rest = _command(line)
+        command, rest = parse_command(line)
         if not line.strip():
             return
-        if self._raw and command in _OF_CHATS:
+        if self._raw and command in OF_CHATS:
             raise UserError(f"{command} is for chats; --raw completes each text by itself")
         match command:
             case "/help":
@@ -124,13 +105,13 @@ class Repl:
             case "/set":
                 self._set(rest)
             case "/save":
-                self._save(_path(command, rest))
+                self._save(file_argument(command, rest))
             case "/load":
-                self._load(_path(command, rest))
+                self._load(file_argument(command, rest))
             case "/stats":
                 self._stats()
             case _ if self._raw:
-                self._answer(line)
+                self._complete(line)
             case _ if command:
                 _say(f"no command {command}; /help lists them, and /{command} sends it to the model")
             case _:
@@ -165,20 +146,21 @@ class Repl:
         if not self._shift and self._conversation.turns and self._count(messages) >= length:
             raise UserError(f"the context of {length} tokens is full; /undo or /reset make room")
         if self._shift:
-            most = bounded(self._chat, self._request).max_new_tokens or 0
+            most = int(bounded(self._chat, self._asked)["max_new_tokens"])
             messages, dropped = with_room(messages, min(most, length // 4), length, self._count)
             if dropped:
                 what = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
                 _say(f"(the context of {length} tokens is full: {what} dropped)")
                 self._conversation.begin(messages)
-        result = self._answer(messages)
+        result = self._complete(messages)
         if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
             self._conversation.end(result.content)
         for call in result.tool_calls or []:
             _say(f"(calls {call.name}; give its result with /tool)")
 
-    def _answer(self, prompt: str | list[Message]) -> Answer:
-        result = answer(self._chat, prompt, bounded(self._chat, self._request), on_token=self._show)
+    def _complete(self, prompt: str | list[Message]) -> Completion:
+        asked = bounded(self._chat, self._asked)
+        result = complete(self._chat, prompt, asked, on_token=self._print_token)
         self._end()
         self._last = result
         if result.finish_reason not in ("eos", "stop"):
@@ -187,25 +169,26 @@ class Repl:
         return result
 
     def _count(self, messages: Sequence[Message]) -> int:
-        request = self._request
+        request = self._chat.request(self._asked)
         return len(
             self._chat.prompt_ids(messages, tools=request.tools, enable_thinking=request.enable_thinking)
         )
 
     def _params(self) -> None:
-        _say(self._chat.options(bounded(self._chat, self._request)).describe())
-        if (thinking := self._request.enable_thinking) is not None:
-            _say(f"think {'on' if thinking else 'off'}")
-        if ignored := self._chat.defaults.ignored:
+        request = self._chat.request(bounded(self._chat, self._asked))
+        _say(request.describe())
+        if request.enable_thinking is not None:
+            _say(f"think {'on' if request.enable_thinking else 'off'}")
+        if ignored := self._chat.generation_config.ignored:
             _say(f"not supported, of generation_config.json: {', '.join(ignored)}")
 
     def _set(self, rest: str) -> None:
         name, _, text = rest.partition(" ")
         if name:
-            request = changed(self._request, name, text.strip())
-            verify_for_template(self._chat, request)
-            verify_options(self._chat.runner, self._chat.options(request))
-            self._request = request
+            asked = changed(self._asked, name, text.strip())
+            verify_for_template(self._chat, asked)
+            verify_request(self._chat.runner, self._chat.request(asked))
+            self._asked = asked
         self._params()
 
     def _save(self, path: Path) -> None:
@@ -227,24 +210,9 @@ class Repl:
             _say(f"last answer: {_number(ttft)} ms to the first token, {_number(speed)} tokens/s")
 
 
-def _command(line: str) -> tuple[str, str]:
-    """The command that a line is, and what comes after it; nothing and nothing where it is none."""
-    found = _COMMAND.fullmatch(line.strip())
-    return (_ALIASES.get(found[1], found[1]), (found[2] or "").strip()) if found else ("", "")
-
-
 def _say_unless(done: bool, text: str) -> None:
     if not done:
         _say(text)
-
-
-def _path(command: str, text: str) -> Path:
-    if not text:
-        raise UserError(f"{command}: a file is wanted, as {command} session.qwen")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:  # no such user
-        return Path(text)
 
 
 def _say(text: str) -> None:

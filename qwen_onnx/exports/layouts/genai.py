@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from qwen_onnx.checkpoints.config import ARCHITECTURES
 from qwen_onnx.contract import ATTENTION_MASK, INPUT_IDS, LOGITS, POSITION_IDS
+from qwen_onnx.contract.cache_spec import CacheSpec
+from qwen_onnx.contract.json_file import read_json
+from qwen_onnx.errors import UserError
 from qwen_onnx.exports.layouts.layout import Exported, Written, write_json
-from qwen_onnx.json_file import read_json
 
 GENAI_CONFIG = "genai_config.json"
-_TYPES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+_TYPES = {architecture: model_type for model_type, architecture in ARCHITECTURES.items()}
 # What onnxruntime-genai searches with where generation_config.json says nothing: its own defaults, spelled out.
 _SEARCH: dict[str, Any] = {
     "diversity_penalty": 0.0,
@@ -41,6 +44,7 @@ def write_genai_config(exported: Exported) -> Written:
     config, path = exported.config, exported.folder / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
     raw = read_json(exported.folder / "config.json")
+    kv_heads, head_size = _heads(exported.cache)
 
     def token(name: str) -> int | None:
         found = generation.get(name, raw.get(name))
@@ -64,7 +68,7 @@ def write_genai_config(exported: Exported) -> Written:
         "decoder": {
             "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
             "filename": exported.model_file,
-            "head_size": config.head_dim,
+            "head_size": head_size,
             "hidden_size": config.hidden_size,
             "inputs": {
                 "input_ids": INPUT_IDS,
@@ -80,7 +84,7 @@ def write_genai_config(exported: Exported) -> Written:
             },
             "num_attention_heads": config.num_attention_heads,
             "num_hidden_layers": config.num_hidden_layers,
-            "num_key_value_heads": config.num_key_value_heads,
+            "num_key_value_heads": kv_heads,
         },
         "eos_token_id": eos,
         "pad_token_id": pad if pad is not None else next(iter(eos), 0),
@@ -105,6 +109,18 @@ def write_genai_config(exported: Exported) -> Written:
     if beyond := [token_id for token_id in exported.eos_token_ids if token_id >= config.vocab_size]:
         notes.append(f"{GENAI_CONFIG}: end tokens {beyond} are outside the vocabulary, and left out")
     return [GENAI_CONFIG], notes
+
+
+def _heads(cache: CacheSpec) -> tuple[int, int]:
+    """How many key/value heads there are, and their size, which the file says once for all layers."""
+    sizes = {state.fixed_sizes for state in cache.states}
+    names = {state.name for state in cache.states}
+    if len(sizes) > 1 or names != {"key", "value"}:
+        raise UserError(
+            "onnxruntime-genai wants one key and one value of one shape in all layers: use --layout plain"
+        )
+    heads, size = filter(None, sizes.pop())
+    return heads, size
 
 
 def _fits(name: str, value: object) -> bool:

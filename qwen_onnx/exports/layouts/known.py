@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwen_onnx.contract import LAYOUTS, QUANTISED, TARGETS
+from qwen_onnx.contract import LAYOUTS, TARGETS
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.layouts.genai import write_genai_config
 from qwen_onnx.exports.layouts.layout import Exported, Layout, Written, pad_left
@@ -28,9 +28,6 @@ def choose_layout(name: str, target: str | None, dtype: str) -> tuple[Layout, st
     chosen = target or layout.targets[0]
     if chosen not in layout.targets:
         raise UserError(f"--layout {name} is made of --target {layout.targets[0]}, not {chosen}")
-    if name == "cpu" and dtype != "f32":
-        how = "repacks their weights" if dtype in QUANTISED else "makes f32 of their weights"
-        raise UserError(f"--layout cpu is for f32, not {dtype}: ONNX Runtime {how} as it loads them")
     if chosen == "portable" and dtype not in PORTABLE_DTYPES:
         why = "few runtimes multiply bf16" if dtype == "bf16" else "its operators are ONNX Runtime's own"
         raise UserError(f"--target portable is for f32 and f16, not {dtype}: {why}; choose one of them")
@@ -52,7 +49,6 @@ def _around_triton_model(folder: Path, name: str) -> None:
 def _layouts() -> tuple[Layout, ...]:
     return (
         Layout("plain", ("onnxruntime", "portable"), _nothing),
-        Layout("cpu", ("onnxruntime",), _nothing),
         Layout("onnxruntime-genai", ("portable",), write_genai_config),
         Layout(
             "transformers.js",

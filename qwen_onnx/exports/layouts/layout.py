@@ -10,7 +10,8 @@ from typing import Any
 
 from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.contract import EXTRA_FILE, WEIGHTS_FILE
-from qwen_onnx.json_file import read_json
+from qwen_onnx.contract.cache_spec import CacheSpec
+from qwen_onnx.contract.json_file import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -25,6 +26,8 @@ class Exported:
     dtype: str
     context_length: int
     eos_token_ids: tuple[int, ...]
+    cache: CacheSpec
+    """What its graphs carry from step to step; where some compute in another type, of the first."""
     model_file: str
     """The graph of any number of tokens."""
     weights_files: Sequence[str]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.exports.layouts.layout import Exported, Written, pad_left, write_json
-from qwen_onnx.json_file import read_json
 
 BROWSER_LIMIT = 2_000_000_000
 """Bytes of a file that every browser reads into one buffer; theirs end at 2 to 4 GiB."""

@@ -33,7 +33,7 @@ class _Question(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """An answer in the making."""
+    """An answer as it comes."""
 
     sender: Any
     chat: Chat
@@ -97,7 +97,7 @@ class TritonPythonModel:
                 self._arrived.put((sender, question))
 
     def finalize(self) -> None:
-        """Wait for the answers in the making, however long they are."""
+        """Wait for the answers that have begun, however long they are."""
         self._arrived.put(None)
         self._worker.join()
 

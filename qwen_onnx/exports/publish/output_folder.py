@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from qwen_onnx.contract.manifest import MANIFEST_FILE
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import MANIFEST_FILE
 
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from qwen_onnx.errors import ExportRunningError
+from qwen_onnx.errors import ExportInProgressError
 from qwen_onnx.exports.publish.output_folder import (
     disk_errors_in_words,
     holds_export,
@@ -122,7 +122,7 @@ def _recover(real: Path) -> list[str]:
     temporaries = find_temporaries(real.parent, real)
     abandoned = [found for found in temporaries if found.is_abandoned()]
     if running := [found.path for found in temporaries if found.kind == "new" and found not in abandoned]:
-        raise ExportRunningError(
+        raise ExportInProgressError(
             f"{real}: another export to it is running; wait for it (or remove {running[0]})"
         )
     notes = []

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import GraphSpec, Manifest, is_weights
 from qwen_onnx.runners.runtime.nvidia.driver import gpus
 from qwen_onnx.runners.runtime.nvidia.libraries import tensorrt_library
 from qwen_onnx.runners.runtime.nvidia.tensorrt import (
@@ -22,7 +22,8 @@ from qwen_onnx.runners.runtime.nvidia.tensorrt import (
     profile,
     tensorrt_options,
 )
-from qwen_onnx.runners.runtime.session import SessionOptions, import_onnxruntime, open_session
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.runtime.session import import_onnxruntime, open_session
 
 _CHECKED = "checked"
 """A file in an engine's folder."""

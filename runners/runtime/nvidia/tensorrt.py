@@ -15,8 +15,8 @@ from typing import Literal
 import platformdirs
 
 from qwen_onnx.contract import BATCH, PAST, PAST_AND_NEW, SEQUENCE
+from qwen_onnx.contract.manifest import TensorSpec
 from qwen_onnx.errors import UserError
-from qwen_onnx.manifest import TensorSpec
 
 ENGINES_VARIABLE = "QWEN_ONNX_ENGINES"
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.json_file import read_json
 from qwen_onnx.runners.text.template.sandbox import RefusalError, TemplateSandbox, render_bounded
 from qwen_onnx.runners.text.tokenizer import special_token_text
 

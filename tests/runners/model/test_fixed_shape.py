@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import onnxruntime
 import pytest
 
 from qwen_onnx import contract
-from qwen_onnx.runners.model import kv_cache
+from qwen_onnx.runners.model import buffers
 from support.cuda.graphs_on_cpu import (
     LONG,
     LONG_IDS,
@@ -49,24 +50,25 @@ def test_prefill_in_chunks_then_decode(name: str, dtype: str, chunk: int, on_cpu
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_bound_run_is_the_plain_run(batch_size: int, on_cpu: OnCpu) -> None:
-    """Right at the first step, wrong after: an input that was not updated, a buffer that is not the one read."""
+    """Step after step, and so are the keys and values."""
     model = on_cpu("qwen2")
     runner, session = opened(model, ON_CPU), open_on_cpu(model.path("prefill", "static-capture"))
     cache = runner.new_cache(batch_size=batch_size)
-    names = contract.past_names(model.manifest.num_hidden_layers)
+    states = runner.cache_spec.states
+    names = [state.past for state in states]
     past = {
         name: np.zeros(buffer.shape(), np.float32) for name, buffer in zip(names, cache.buffers, strict=True)
     }
 
     def plain(start: int, stop: int) -> np.ndarray:
-        feeds = {
+        inputs = {
             contract.INPUT_IDS: np.ascontiguousarray(IDS[:batch_size, start:stop]),
             contract.ATTENTION_MASK: np.ones((batch_size, cache.capacity), np.int64),
             contract.POSITION_IDS: np.tile(np.arange(start, stop), (batch_size, 1)),
             contract.WRITE_INDICES: np.full(batch_size, start),
         }
-        wanted = [contract.LOGITS, *contract.present_names(model.manifest.num_hidden_layers)]
-        logits, *present = session.run(wanted, feeds | past)
+        wanted = [contract.LOGITS, *(state.present for state in states)]
+        logits, *present = session.run(wanted, inputs | past)
         past.update(zip(names, present, strict=True))
         return np.asarray(logits)[:, 0]
 
@@ -84,7 +86,7 @@ def test_bound_run_is_the_plain_run(batch_size: int, on_cpu: OnCpu) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 4, 512])
 def test_left_padded_rows_are_each_prompt_alone(dtype: str, chunk: int, on_cpu: OnCpu) -> None:
-    """A row that is padding for whole chunks: of its tokens, none is written, or over one of its last ones."""
+    """Also a row that is padding for whole chunks."""
     model = on_cpu("qwen2", dtype)
     runner = opened(model, ON_CPU, prefill_chunk=chunk)
     lengths, longest = [3, 5, 17], 17
@@ -103,7 +105,7 @@ def test_left_padded_rows_are_each_prompt_alone(dtype: str, chunk: int, on_cpu: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 4])
 def test_rows_join_with_padding_between(dtype: str, width: int, on_cpu: OnCpu) -> None:
-    """A second message that only some rows have: the others' last tokens are written over by padding."""
+    """A second message that only some rows have leaves the others' tokens alone."""
     model = on_cpu("qwen2", dtype)
     runner = opened(model, ON_CPU)
     cache = runner.new_cache(batch_size=2)
@@ -124,7 +126,7 @@ def test_rows_join_with_padding_between(dtype: str, width: int, on_cpu: OnCpu) -
 def test_addresses_are_constant_within_a_capacity(
     dtype: str, on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A captured graph reads for ever what it read at first: one array made anew, and it reads freed memory."""
+    """A captured graph reads for ever what it read at first: no array is made anew."""
     runner = opened(on_cpu("qwen2", dtype, **LONG), ON_CPU)
     seen: dict[int, set[tuple[int, ...]]] = {}
     cache, bound = runner.new_cache(), []
@@ -154,7 +156,7 @@ def test_addresses_are_constant_within_a_capacity(
 def test_a_step_uploads_the_token_and_the_lengths_only(
     dtype: str, batch_size: int, on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mask of the whole capacity copied to the device at each step; arrays made anew there."""
+    """Nothing as long as the capacity, and no new array."""
     runner = opened(on_cpu("qwen2", dtype), ON_CPU)
     cache = runner.new_cache(batch_size=batch_size)
     pads = np.arange(9) >= np.arange(batch_size)[:, None]
@@ -184,7 +186,7 @@ def test_a_step_uploads_the_token_and_the_lengths_only(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ids_that_the_caller_changes_in_place_are_seen(dtype: str, on_cpu: OnCpu) -> None:
-    """One array for all steps, kept to compare with: it equals itself, and the first token is decoded for ever."""
+    """Though the ids are kept, to compare the next ones with."""
     model = on_cpu("qwen2", dtype)
     runner = opened(model, ON_CPU)
     cache, ids = runner.new_cache(), np.zeros((1, 1), np.int64)
@@ -199,10 +201,10 @@ def test_ids_that_the_caller_changes_in_place_are_seen(dtype: str, on_cpu: OnCpu
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_growing_changes_no_bit(dtype: str, on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots lost or moved when the buffers are exchanged, at capacities 8, 16, 32, 64 and 100; no zeros behind."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 8)
+    """At capacities 8, 16, 32, 64 and 100; slots beyond the length are zeros."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 8)
     model = on_cpu("qwen2", dtype)
-    runner = opened(model, ON_CPU, max_context=100)
+    runner = opened(model, dataclasses.replace(ON_CPU, max_context=100))
     cache, ids, capacities = runner.new_cache(batch_size=2), IDS[:2, :100], []
     logits = [runner.prefill(cache, ids[:, :5])]
     for slot in range(5, 100):
@@ -221,7 +223,7 @@ def test_growing_changes_no_bit(dtype: str, on_cpu: OnCpu, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rewound_cache_continues_like_a_fresh_one(dtype: str, on_cpu: OnCpu) -> None:
-    """What lies beyond the length is still read by the graph, whose mask has a column for every slot."""
+    """Though the graph still reads what lies beyond the length: its mask has a column for every slot."""
     runner = opened(on_cpu("qwen2", dtype), ON_CPU)
     rewound, fresh = runner.new_cache(), runner.new_cache()
     runner.prefill(rewound, IDS[:1, :7])
@@ -236,7 +238,7 @@ def test_rewound_cache_continues_like_a_fresh_one(dtype: str, on_cpu: OnCpu) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_that_was_rewound_is_no_padding(dtype: str, on_cpu: OnCpu) -> None:
-    """A mask that was copied to the device once, and again only when something looks different."""
+    """The mask, which is copied to the device only when it changes, is copied then."""
     model = on_cpu("qwen2", dtype)
     runner = opened(model, ON_CPU)
     cache = runner.new_cache()

@@ -12,8 +12,9 @@ import pytest
 import safetensors.numpy
 
 from qwen_onnx.errors import NonFiniteLogitsError, UserError
-from qwen_onnx.runners.model import fixed_shape as fixed_steps
-from qwen_onnx.runners.model import kv_cache
+from qwen_onnx.runners.model import buffers
+from qwen_onnx.runners.model.buffers import CacheMemory
+from qwen_onnx.runners.model.executors import fixed_shape
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
 from support.checkpoints import QWEN2_UNTIED, random_tensors, write_checkpoint
@@ -50,7 +51,7 @@ def assert_right(runner: Runner, cache: KVCache, model: Exported, row: int, star
 
 
 def test_two_caches_on_one_runner(runner: Runner, model: Exported) -> None:
-    """Inputs or logits shared by two conversations."""
+    """They share neither inputs nor logits."""
     caches = [runner.new_cache(), runner.new_cache()]
     for slot in range(12):
         for row, cache in enumerate(caches):
@@ -59,7 +60,7 @@ def test_two_caches_on_one_runner(runner: Runner, model: Exported) -> None:
 
 
 def test_a_dead_cache_gives_its_buffers_to_the_next(runner: Runner, model: Exported) -> None:
-    """New buffers for each conversation: each captures a graph, and ONNX Runtime never lets go of one."""
+    """New buffers would capture a new graph, and ONNX Runtime never lets go of one."""
     cache = runner.new_cache()
     runner.prefill(cache, IDS[2:, :60])
     runner.decode(cache, IDS[2:, 60:61])
@@ -82,8 +83,8 @@ def test_a_dead_cache_gives_its_buffers_to_the_next(runner: Runner, model: Expor
 def test_buffers_that_grew_serve_again_as_large(
     runner: Runner, model: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's account of the cache is as long as the first bucket, the buffers are longer."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    """The host's account of the cache is as long as they are."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 16)
     cache = runner.new_cache()
     runner.prefill(cache, IDS[2:, :40])
     del cache
@@ -122,7 +123,7 @@ def spoiled(request: pytest.FixtureRequest, tmp_path: Path) -> Exported:
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_after_nan_the_same_cache_is_right(tokens: int, spoiled: Exported) -> None:
-    """NaN left in a slot: hidden by the mask or not, it makes NaN of every later step."""
+    """No NaN is left in a slot: hidden by the mask or not, it would make NaN of every later step."""
     runner = opened(spoiled, ON_CPU)
     cache, ids = runner.new_cache(), np.full((1, tokens), SPOILED)
     runner.prefill(cache, IDS[:1, :20])
@@ -136,7 +137,7 @@ def test_after_nan_the_same_cache_is_right(tokens: int, spoiled: Exported) -> No
 
 
 def test_nan_does_not_reach_the_next_cache(spoiled: Exported) -> None:
-    """The buffers serve again."""
+    """Though its buffers serve again."""
     runner = opened(spoiled, ON_CPU)
     cache = runner.new_cache()
     with pytest.raises(NonFiniteLogitsError):
@@ -173,11 +174,11 @@ class Strikes:
 def test_an_interrupted_prefill_keeps_whole_chunks(
     at: int, after: bool, model: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots counted that one row has and another has not."""
+    """Of all rows."""
     runner = opened(model, ON_CPU, prefill_chunk=4)
     cache = runner.new_cache(batch_size=2)
     with monkeypatch.context() as patch:
-        patch.setattr(fixed_steps, "run_bound", Strikes(fixed_steps.run_bound, at, after=after))
+        patch.setattr(fixed_shape, "run_bound", Strikes(fixed_shape.run_bound, at, after=after))
         with pytest.raises(KeyboardInterrupt):
             runner.prefill(cache, IDS[:2, :12])
     runs_a_chunk = 2 if model.dtype == "f16" else 1
@@ -192,12 +193,12 @@ def test_an_interrupted_prefill_keeps_whole_chunks(
 def test_an_interrupted_step_is_as_if_never_asked(
     where: str, at: int, after: bool, runner: Runner, model: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the device held of the inputs is believed, and not copied again, though a Ctrl-C came in between."""
+    """What the device may not hold any more is copied again."""
     same = np.full((1, 60), 5)
     cache, wanted = runner.new_cache(), model.wanted(same[0])
     runner.prefill(cache, same[:, :9])
     runner.decode(cache, same[:, :1])
-    home: Any = fixed_steps if where == "run_bound" else onnxruntime.OrtValue
+    home: Any = fixed_shape if where == "run_bound" else onnxruntime.OrtValue
     with monkeypatch.context() as patch:
         patch.setattr(home, where, Strikes(getattr(home, where), at, after=after))
         with pytest.raises(KeyboardInterrupt):
@@ -211,8 +212,8 @@ def test_an_interrupted_step_is_as_if_never_asked(
 def test_a_cache_whose_renewal_fails_is_not_given_on(
     runner: Runner, model: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out twice: when the buffers grow, and when small ones are wanted again."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    """Though memory runs out twice: when the buffers grow, and when small ones are wanted again."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 16)
     cache = runner.new_cache()
     runner.prefill(cache, IDS[:1, :15])
 
@@ -220,12 +221,12 @@ def test_a_cache_whose_renewal_fails_is_not_given_on(
         raise UserError("a KV cache does not fit")
 
     with monkeypatch.context() as patch:
-        patch.setattr(KVCache, "_allocate", full)
+        patch.setattr(CacheMemory, "_allocate", full)
         with pytest.raises(UserError, match="does not fit"):
             runner.prefill(cache, IDS[:1, 15:20])
     assert_right(runner, cache, model, row=0)
     with monkeypatch.context() as patch:
-        patch.setattr(KVCache, "_allocate", full)
+        patch.setattr(CacheMemory, "_allocate", full)
         with pytest.raises(UserError, match="does not fit"):
             runner.prefill(cache, IDS[:1, 15:20])
     del cache
@@ -234,7 +235,6 @@ def test_a_cache_whose_renewal_fails_is_not_given_on(
 
 
 def test_a_second_life_changes_no_bit(runner: Runner) -> None:
-    """Something of the first conversation in the logits of the next, too little for a tolerance to see."""
     found = []
     for _ in range(2):
         cache = runner.new_cache(batch_size=2)

@@ -1,4 +1,4 @@
-"""Tokens chosen in the graph, which feeds its own next step: the same ids and texts as chosen on the host."""
+"""Tokens chosen in the graph, which goes on from them by itself: the same ids and texts as chosen on the host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import safetensors.numpy
 
 from qwen_onnx import contract
 from qwen_onnx.errors import NonFiniteLogitsError
-from qwen_onnx.runners.model import fixed_shape as fixed_steps
-from qwen_onnx.runners.model import kv_cache
+from qwen_onnx.runners.model import buffers
+from qwen_onnx.runners.model.executors import fixed_shape
 from qwen_onnx.runners.model.runner import Runner
 from support.checkpoints import QWEN2_UNTIED, random_tensors, write_checkpoint
 from support.cuda.graphs_on_cpu import (
@@ -45,7 +45,7 @@ def runner(model: Exported) -> Runner:
     return opened(model, GREEDY_ON_CPU)
 
 
-def answer(runner: Runner, ids: np.ndarray, steps: int, mask: np.ndarray | None = None) -> np.ndarray:
+def greedy_ids(runner: Runner, ids: np.ndarray, steps: int, mask: np.ndarray | None = None) -> np.ndarray:
     """[B, steps]: greedy ids after a prompt, chosen on the device or on the host."""
     cache, chosen = runner.new_cache(batch_size=len(ids)), []
     best = runner.prefill_greedy(cache, ids, mask) if runner.chooses else runner.prefill(cache, ids, mask)
@@ -62,19 +62,19 @@ def answer(runner: Runner, ids: np.ndarray, steps: int, mask: np.ndarray | None 
 def test_ids_are_those_of_the_host(
     dtype: str, batch_size: int, chunk: int, on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 steps and growth from 16 slots to 128: a token, position or length that is a step late."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    """In 64 steps, and growth from 16 slots to 128: no token, position or length is a step late."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 16)
     model = on_cpu("qwen3", dtype, **LONG)
     pads = np.arange(batch_size)[:, None] * 4
     ids, mask = IDS[:batch_size, 40:53], (np.arange(13) >= pads).astype(np.int64)
-    on_device = answer(opened(model, GREEDY_ON_CPU, prefill_chunk=chunk), ids, 64, mask)
-    on_host = answer(opened(model, ON_CPU, prefill_chunk=chunk), ids, 64, mask)
+    on_device = greedy_ids(opened(model, GREEDY_ON_CPU, prefill_chunk=chunk), ids, 64, mask)
+    on_host = greedy_ids(opened(model, ON_CPU, prefill_chunk=chunk), ids, 64, mask)
     assert on_device.tolist() == on_host.tolist()
     assert len({*on_host[0].tolist()}) > 16, "the same few ids: nothing could be late"
 
 
 def test_a_step_uploads_nothing(runner: Runner, model: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chosen token read and copied back, or the lengths from the host, at each step."""
+    """Neither the chosen token nor lengths come from the host."""
     cache = runner.new_cache(batch_size=2)
     best = runner.decode_greedy(cache, runner.prefill_greedy(cache, IDS[:2, :9])[:, None])
     uploaded = note_uploads(monkeypatch)
@@ -84,11 +84,13 @@ def test_a_step_uploads_nothing(runner: Runner, model: Exported, monkeypatch: py
         found.append(best)
     # On a CPU the contrib graph is told the live length, which is quickest; where it is captured nothing comes up.
     assert set(names_of(uploaded, cache)) <= {contract.TOTAL_SEQUENCE_LENGTH}
-    assert np.stack(found, axis=1).tolist() == answer(opened(model, ON_CPU), IDS[:2, :9], 22)[:, 2:].tolist()
+    assert (
+        np.stack(found, axis=1).tolist() == greedy_ids(opened(model, ON_CPU), IDS[:2, :9], 22)[:, 2:].tolist()
+    )
 
 
 def test_an_id_of_the_callers_own_is_used(runner: Runner, model: Exported) -> None:
-    """The device goes on with its own choice, whatever it is given."""
+    """The device does not go on with its own choice then, for the row that got another."""
     plain = opened(model, ON_CPU)
     cache, beside = runner.new_cache(batch_size=2), plain.new_cache(batch_size=2)
     runner.prefill_greedy(cache, IDS[:2, :9])
@@ -113,14 +115,14 @@ def test_the_logits_are_those_it_chose_from(runner: Runner, model: Exported) -> 
 
 
 def test_rewound_and_other_prompts_between(runner: Runner, model: Exported) -> None:
-    """What the device holds for its next step is of the conversation before."""
+    """What the device holds for its next step is not used for another prompt."""
     first = runner.new_cache()
     runner.prefill_greedy(first, IDS[2:, :30])
     second = runner.new_cache()
     best = runner.prefill_greedy(second, IDS[:1, :9])
     runner.decode_greedy(first, IDS[2:, 30:31])
     first.truncate(0)
-    wanted = answer(opened(model, ON_CPU), IDS[:1, :9], 12)[0].tolist()
+    wanted = greedy_ids(opened(model, ON_CPU), IDS[:1, :9], 12)[0].tolist()
     again = runner.prefill_greedy(first, IDS[:1, :9])
     found: list[list[int]] = [[], []]
     for _ in range(12):
@@ -131,17 +133,17 @@ def test_rewound_and_other_prompts_between(runner: Runner, model: Exported) -> N
     assert found == [wanted, wanted]
     del first, second
     gc.collect()
-    assert answer(runner, IDS[:1, :9], 12)[0].tolist() == wanted
+    assert greedy_ids(runner, IDS[:1, :9], 12)[0].tolist() == wanted
 
 
 @pytest.mark.parametrize("where", ["run_bound", "read_chosen"])
 def test_an_interruption_between_the_run_and_the_reading(
     where: str, runner: Runner, model: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has moved on by a step that the host has not seen."""
+    """The step that the host has not seen is made again."""
     cache, found = runner.new_cache(), []
     best = runner.prefill_greedy(cache, IDS[:1, :9])
-    home: Any = fixed_steps if where == "run_bound" else fixed_steps.BoundStep
+    home: Any = fixed_shape if where == "run_bound" else fixed_shape.BoundStep
     real = getattr(home, where)
 
     def interrupted(*arguments: Any) -> Any:
@@ -158,7 +160,7 @@ def test_an_interruption_between_the_run_and_the_reading(
                 runner.decode_greedy(cache, best[:, None])
         assert cache.length == length
         best = runner.decode_greedy(cache, best[:, None])
-    assert found == answer(opened(model, ON_CPU), IDS[:1, :9], 8)[0].tolist()
+    assert found == greedy_ids(opened(model, ON_CPU), IDS[:1, :9], 8)[0].tolist()
 
 
 def test_without_it_there_is_no_choice(model: Exported) -> None:
@@ -174,7 +176,7 @@ def test_without_it_there_is_no_choice(model: Exported) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_logits_that_are_not_finite_are_an_error(dtype: str, batch_size: int, tmp_path: Path) -> None:
-    """Of NaN, ArgMax is some id or other; infinity is the best of all."""
+    """Though ArgMax gives some id even of NaN."""
     write_checkpoint(tmp_path / "checkpoint", QWEN2_UNTIED)
     tensors = random_tensors(QWEN2_UNTIED)
     tensors["model.embed_tokens.weight"][SPOILED] = np.nan
@@ -183,7 +185,7 @@ def test_logits_that_are_not_finite_are_an_error(dtype: str, batch_size: int, tm
     serve_cuda_graphs_on_cpu(made.folder, tmp_path / "on-cpu")
     spoiled = Exported(made.checkpoint, tmp_path / "on-cpu", dtype)
     runner = opened(spoiled, GREEDY_ON_CPU)
-    wanted = answer(opened(spoiled, ON_CPU), IDS[:batch_size, :9], 6)
+    wanted = greedy_ids(opened(spoiled, ON_CPU), IDS[:batch_size, :9], 6)
     cache, bad = runner.new_cache(batch_size=batch_size), IDS[:batch_size, :1].copy()
     bad[-1] = SPOILED
     for choose in (runner.decode_greedy, runner.prefill_greedy):
@@ -198,7 +200,7 @@ def test_logits_that_are_not_finite_are_an_error(dtype: str, batch_size: int, tm
 
 
 def test_excluded_ids_are_never_chosen(runner: Runner, model: Exported) -> None:
-    """Told after the graph was bound, and told anew."""
+    """Also those told after the graph was bound, and anew."""
     plain, rng = opened(model, ON_CPU), np.random.default_rng(3)
     cache, beside = runner.new_cache(batch_size=3), plain.new_cache(batch_size=3)
     for slot in range(12):
@@ -210,7 +212,7 @@ def test_excluded_ids_are_never_chosen(runner: Runner, model: Exported) -> None:
 
 
 def test_a_choice_is_read_as_8_bytes_a_row(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits read back with it: 600 kB a step for a real vocabulary."""
+    """The logits, 600 kB a step for a real vocabulary, are not read back with it."""
     cache = runner.new_cache(batch_size=3)
     best = runner.prefill_greedy(cache, IDS[:3, :9])
     read, real = [], onnxruntime.OrtValue.numpy

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from qwen_onnx import UserError
-from qwen_onnx.manifest import read_manifest
-from qwen_onnx.runners.model import kv_cache
+from qwen_onnx.contract.manifest import read_manifest
+from qwen_onnx.runners.model import buffers
 from qwen_onnx.runners.model.runner import Runner
 from support.damage import change_manifest
 from support.exports import IDS, ON_CPU, Exported, decode_all
@@ -51,7 +51,7 @@ def portable(exported: Callable[..., Exported], tmp_path: Path) -> OpenPortable:
     [("qwen2", "f32"), ("qwen2", "f16"), ("qwen2_14_2", "f32"), ("qwen3", "f16"), ("qwen2_yarn", "f32")],
 )
 def test_prompts_chunks_and_steps_of_padded_rows(name: str, dtype: str, portable: OpenPortable) -> None:
-    """Works without a past, and not with one; padding looked at; the cache of another step."""
+    """Without a past and with one; the tensors are as long as what they hold."""
     runner, model = portable(name, dtype)
     cache, pads = runner.new_cache(batch_size=3), np.array([0, 4, 2])
     ids = np.stack([np.roll(IDS[row], pad) for row, pad in enumerate(pads)])[:, :40]
@@ -69,7 +69,7 @@ def test_prompts_chunks_and_steps_of_padded_rows(name: str, dtype: str, portable
 
 @pytest.mark.parametrize("kept", [0, 1, 7, 12])
 def test_a_cache_cut_back_goes_on_as_a_new_one(kept: int, portable: OpenPortable) -> None:
-    """An edited conversation answered from what was taken back."""
+    """Nothing of what was taken back is left."""
     runner, _ = portable()
     cache = runner.new_cache()
     runner.prefill(cache, IDS[:1, :12])
@@ -85,8 +85,8 @@ def test_a_cache_cut_back_goes_on_as_a_new_one(kept: int, portable: OpenPortable
 def test_a_prompt_longer_than_the_first_bucket(
     portable: OpenPortable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's account of the tokens ends where a buffer would have been exchanged."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 8)
+    """The host's account of the tokens is as long."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 8)
     runner, model = portable()
     cache = runner.new_cache()
     assert_close(runner.prefill(cache, IDS[:1, :50])[0], model.wanted(IDS[0, :50])[-1], F32)
@@ -101,7 +101,8 @@ def test_a_failed_step_leaves_the_cache_as_it_was(
     runner.prefill(cache, IDS[:1, :10])
     with monkeypatch.context() as broken:
         broken.setattr(
-            "qwen_onnx.runners.model.growing.run_bound", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            "qwen_onnx.runners.model.executors.growing.run_bound",
+            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         with pytest.raises(KeyboardInterrupt):
             runner.decode(cache, IDS[:1, 10:11])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ import onnxruntime
 import pytest
 from onnx import TensorProto
 
-from qwen_onnx.manifest import TensorSpec
-from qwen_onnx.runners.model import kv_cache
+from qwen_onnx.contract.cache_spec import StateSpec
+from qwen_onnx.runners.model import buffers, kv_cache
+from qwen_onnx.runners.model.buffers import CacheMemory
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
+from support.caches import attention_spec
 from support.exports import IDS, ON_CPU, DirectCache, Exported, LeftPadded, decode_all
 from support.tolerances import EXACT, F32_ORDER, Tolerance, assert_close
 
@@ -36,11 +39,11 @@ def runner(exported: Export) -> Runner:
 def test_growing_changes_nothing(
     dtype: str, passed: list[int], bound: Tolerance, exported: Export, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots lost or moved when the buffers are exchanged."""
-    ids, runner = IDS[:2, :100], Runner(exported("qwen2", dtype).folder, ON_CPU, max_context=100)
+    options = dataclasses.replace(ON_CPU, max_context=100)
+    ids, runner = IDS[:2, :100], Runner(exported("qwen2", dtype).folder, options)
 
     def run(smallest: int) -> tuple[np.ndarray, list[int]]:
-        monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", smallest)
+        monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", smallest)
         monkeypatch.setattr(kv_cache, "BLOCK", 8)
         cache = runner.new_cache(batch_size=2)
         logits, capacities = [runner.prefill(cache, ids[:, :5])], [cache.capacity]
@@ -56,8 +59,8 @@ def test_growing_changes_nothing(
 
 
 def test_capacities_are_buckets_up_to_the_limit(exported: Export) -> None:
-    """131,072 positions allocated at "Hello", or a new size of buffer at every step."""
-    runner = Runner(exported("qwen2", **LONG).folder, ON_CPU, max_context=600)
+    """Few sizes of buffer, and none much larger than what it holds."""
+    runner = Runner(exported("qwen2", **LONG).folder, dataclasses.replace(ON_CPU, max_context=600))
     cache, found = runner.new_cache(), []
     for _ in range(6):
         runner.prefill(cache, IDS[:1, :100])
@@ -68,8 +71,8 @@ def test_capacities_are_buckets_up_to_the_limit(exported: Export) -> None:
 
 
 def test_addresses_are_constant_between_growths(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured CUDA graph reads the buffers of the first step for ever."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    """A captured CUDA graph would read the buffers of its first step for ever."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 16)
     cache = runner.new_cache()
     runner.prefill(cache, IDS[:1, :3])
     seen: dict[int, set[tuple[int, ...]]] = {}
@@ -81,8 +84,8 @@ def test_addresses_are_constant_between_growths(runner: Runner, monkeypatch: pyt
 
 
 def test_cache_never_comes_to_the_host(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slower with every token: the whole cache copied to the host and back at each step."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    """Of a step only the small inputs and the logits do."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 16)
     cache, fed = runner.new_cache(), []
     from_numpy = onnxruntime.OrtValue.ortvalue_from_numpy
 
@@ -109,7 +112,7 @@ def test_cache_never_comes_to_the_host(runner: Runner, monkeypatch: pytest.Monke
 
 
 def test_cache_is_written_in_place(exported: Export, capfd: pytest.CaptureFixture[str]) -> None:
-    """A copy of the whole cache at each step, which ONNX Runtime only mentions in its log."""
+    """Where past and present are one buffer, ONNX Runtime's log mentions no copy of it."""
     for bound in (True, False):
         model = Exported(exported("qwen2").checkpoint, exported("qwen2").folder, "f32")
         path = model.path("prefill")
@@ -123,15 +126,15 @@ def test_cache_is_written_in_place(exported: Export, capfd: pytest.CaptureFixtur
 
 def test_bf16_buffers_never_meet_numpy() -> None:
     """ONNX Runtime takes no bf16 array and gives none back: buffers are made by shape and type."""
-    spec = TensorSpec("past", "bfloat16", ("batch_size", 2, "cache_capacity", 8))
-    cache = KVCache(spec, 4, "cpu", batch_size=3, limit=64)
+    memory = CacheMemory(attention_spec(2, dtype="bfloat16", size=8), "cpu", {})
+    cache = KVCache(memory, batch_size=3, limit=64)
     found = [(buffer.element_type(), buffer.shape()) for buffer in cache.buffers]
     assert found == [(TensorProto.BFLOAT16, [3, 2, 64, 8])] * 4
     assert cache.nbytes == 4 * 3 * 2 * 64 * 8 * 2
 
 
 def test_rewound_cache_continues_like_a_fresh_one(runner: Runner) -> None:
-    """An edited history that still sees the tokens it replaced."""
+    """An edited history sees nothing of the tokens that it replaced."""
     rewound, fresh = runner.new_cache(), runner.new_cache()
     runner.prefill(rewound, IDS[:1, :7])
     runner.prefill(rewound, IDS[1:2, :30])
@@ -143,17 +146,16 @@ def test_rewound_cache_continues_like_a_fresh_one(runner: Runner) -> None:
         assert_close(found, wanted, EXACT)
 
 
-SPEC = TensorSpec("past", "float32", ("batch_size", 2, "cache_capacity", 4))
+MEMORY = CacheMemory(attention_spec(1), "cpu", {})
 
 
 def append(cache: KVCache, rows: list[list[int]]) -> None:
     mask = np.array(rows)
-    cache.append(np.full_like(mask, 5), mask, lambda small, large: None)
+    cache.append(np.full_like(mask, 5), mask)
 
 
 def test_counts_are_of_tokens_and_not_of_padding() -> None:
-    """A row's tokens counted by its slots: a late position, a cache read beyond what was written."""
-    cache = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64)
+    cache = KVCache(MEMORY, batch_size=2, limit=64)
     append(cache, [[1, 1], [1, 1]])
     assert cache.counts(2).tolist() == [2, 2]
     append(cache, [[1, 1, 1], [0, 0, 1]])
@@ -166,9 +168,10 @@ def test_counts_are_of_tokens_and_not_of_padding() -> None:
 
 
 def test_full_mask_hides_padding_only_and_stays_the_same_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask copied to the device at each step; one that still hides what an edited prompt replaced."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 4)
-    cache = KVCache(SPEC, 2, "cpu", batch_size=2, limit=16)
+    """It changes with padding, growth and rewinding, and with nothing else."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 4)
+    monkeypatch.setattr(CacheMemory, "_copy", lambda *_: None)
+    cache = KVCache(MEMORY, batch_size=2, limit=16)
     append(cache, [[1, 1], [0, 1]])
     first = cache.full_mask
     assert first.tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
@@ -185,8 +188,8 @@ def test_full_mask_hides_padding_only_and_stays_the_same_array(monkeypatch: pyte
 
 
 def test_a_renewed_cache_holds_zeros() -> None:
-    """NaN stays in slots that the next answer does not write: read by each step that attends over all slots."""
-    cache = KVCache(SPEC, 2, "cpu", batch_size=1, limit=16)
+    """In slots too that the next answer does not write: steps may attend over all slots."""
+    cache = KVCache(MEMORY, batch_size=1, limit=16)
     append(cache, [[1, 1, 1]])
     cache.binding = "bound to the old buffers"
     for buffer in cache.buffers:
@@ -200,28 +203,28 @@ def test_a_renewed_cache_holds_zeros() -> None:
 
 
 def test_buffers_of_a_cache_that_is_gone_serve_the_next_one_of_its_batch() -> None:
-    """A CUDA graph captured for each chat, none of which ONNX Runtime releases."""
-    idle: list[kv_cache.Buffers] = []
-    cache = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64, idle=idle)
+    """ONNX Runtime releases no captured graph: it goes with the buffers."""
+    memory = CacheMemory(attention_spec(1), "cpu", {}, keep=True)
+    cache = KVCache(memory, batch_size=2, limit=64)
     append(cache, [[0, 1], [1, 1]])
     cache.binding = "what was bound"
     held = cache.buffers
-    beside = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64, idle=idle)
+    beside = KVCache(memory, batch_size=2, limit=64)
     assert beside.buffers is not held
     del cache
     gc.collect()
-    other = KVCache(SPEC, 2, "cpu", batch_size=1, limit=64, idle=idle)
+    other = KVCache(memory, batch_size=1, limit=64)
     assert other.binding is None
-    again = KVCache(SPEC, 2, "cpu", batch_size=2, limit=64, idle=idle)
+    again = KVCache(memory, batch_size=2, limit=64)
     assert again.buffers is held
     assert again.binding == "what was bound"
     assert (again.length, again.counts(0).tolist(), again.shared_prefix([5, 5])) == (0, [0, 0], 0)
     assert again.full_mask.tolist() == [[1] * 64] * 2
-    assert idle == []
+    assert memory.idle == []
 
 
 def test_500_steps_take_no_memory(exported: Export) -> None:
-    """An arena that keeps a block for every length; outputs held for ever."""
+    """No arena keeps a block for every length, and no output is held."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         pytest.skip("the resident size now is known on Linux only")
@@ -242,21 +245,21 @@ def test_500_steps_take_no_memory(exported: Export) -> None:
 def test_a_failed_growth_leaves_a_cache_that_works(
     working: int, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out after some of the buffers have grown: the rest have another size."""
-    monkeypatch.setattr(kv_cache, "SMALLEST_CAPACITY", 16)
+    """Though memory ran out when only some of the buffers had grown."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 16)
     cache, fresh, left = runner.new_cache(), runner.new_cache(), working
     runner.prefill(cache, IDS[:1, :15])
-    real = KVCache._allocate
+    real = CacheMemory._allocate
 
-    def fail(self: KVCache, capacity: int) -> Any:
+    def fail(self: CacheMemory, state: StateSpec, batch_size: int, slots: int) -> Any:
         nonlocal left
-        left -= capacity > 16
-        if left < 0 and capacity > 16:
+        left -= slots > 16
+        if left < 0 and slots > 16:
             raise MemoryError
-        return real(self, capacity)
+        return real(self, state, batch_size, slots)
 
     with monkeypatch.context() as patch:
-        patch.setattr(KVCache, "_allocate", fail)
+        patch.setattr(CacheMemory, "_allocate", fail)
         with pytest.raises(MemoryError):
             runner.prefill(cache, IDS[:1, 15:20])
     held = cache.length

@@ -22,15 +22,15 @@ import numpy as np
 from pathlib import Path
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
-runner = Runner(Path(sys.argv[1]), SessionOptions("cpu"))
+from qwen_onnx.runners.runtime.options import SessionOptions
+runner = Runner(Path(sys.argv[1]), SessionOptions(provider="cpu"))
 runner.prefill(runner.new_cache(), np.ones((1, int(sys.argv[2])), np.int64))
 print(peak_memory())
 """
 
 
 def test_a_prompt_of_16000_tokens_takes_no_more_than_one_of_4000(tmp_path: Path) -> None:
-    """60 kB a token with 14 heads: 2 GB at 32,000 tokens."""
+    """Scores of all tokens at once would take 60 kB a token with 14 heads, 2 GB at 32,000 tokens."""
     raw = {**QWEN2_14_2, "num_hidden_layers": 1, "max_position_embeddings": 20_000}
     folder = export_random(tmp_path, raw).folder
 

@@ -17,8 +17,8 @@ from qwen_onnx import contract
 from qwen_onnx.errors import NonFiniteLogitsError, UserError
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import missing_library
-from qwen_onnx.runners.runtime.session import SessionOptions
 from support.checkpoints import QWEN2, random_tensors, write_checkpoint
 from support.exports import IDS, ON_CPU, DirectCache, Exported, LeftPadded, decode_all, export_checkpoint
 from support.tolerances import EXACT, F32, F32_ORDER, OF_DTYPE, assert_close
@@ -35,7 +35,7 @@ def runner(exported: Export) -> Runner:
 def test_no_session_keeps_cores_or_blocks_from_another(
     dtype: str, exported: Export, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts and single tokens have sessions of their own: a prompt after an answer took a tenth longer."""
+    """Prompts and single tokens have sessions of their own; none waits for the other's threads."""
     opened: list[onnxruntime.SessionOptions] = []
     real = onnxruntime.InferenceSession
 
@@ -67,7 +67,7 @@ def test_prefill_in_chunks_then_decode(dtype: str, chunk: int, exported: Export)
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_bound_run_is_the_plain_run(batch_size: int, runner: Runner, exported: Export) -> None:
-    """Right at batch 1 or step 1, wrong after: freed buffers, stale shapes, arrays that are not contiguous."""
+    """Step after step, and of arrays that are not contiguous."""
     plain = LeftPadded(
         DirectCache(exported("qwen2"), batch_size, capacity=128, bound=False), [0] * batch_size
     )
@@ -81,7 +81,7 @@ def test_bound_run_is_the_plain_run(batch_size: int, runner: Runner, exported: E
 
 
 def test_left_padded_batch_is_each_prompt_alone(runner: Runner) -> None:
-    """Only the longest prompt of a batch is right: positions counted from the slot instead of the mask."""
+    """Padding has no effect on a row's logits."""
     lengths, longest = [3, 5, 17], 17
     ids, mask = np.full((3, longest), 7), np.zeros((3, longest), np.int64)
     for row, length in enumerate(lengths):
@@ -99,7 +99,7 @@ def test_left_padded_batch_is_each_prompt_alone(runner: Runner) -> None:
 
 
 def test_positions_count_the_tokens_of_each_row(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots for positions: no logit tells, as rotations are relative, until a padded row leaves the tables."""
+    """Not its slots: no logit would tell, as rotations are relative, until a padded row leaves the tables."""
     fed: list[list[list[int]]] = []
     real = onnxruntime.IOBinding.bind_ortvalue_input
 
@@ -122,7 +122,7 @@ def test_positions_count_the_tokens_of_each_row(runner: Runner, monkeypatch: pyt
 def test_weights_in_private_memory_are_opened_by_one_session(
     dtype: str, sessions: int, exported: Export, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill and decode as two sessions: the weights in memory twice. Where they are mapped it costs nothing."""
+    """A second session would hold them again. Where they are mapped it costs nothing."""
     opened, real = [], onnxruntime.InferenceSession
 
     def count(path: str, *arguments: Any, **options: Any) -> Any:
@@ -140,23 +140,23 @@ def test_weights_in_private_memory_are_opened_by_one_session(
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
 def test_a_provider_that_cannot_start_says_what_is_missing(provider: str, exported: Export) -> None:
-    """CUDA asked for, the CPU taken, and nobody told."""
+    """It never gives way to the CPU."""
     fault = missing_library(provider)
     if fault is None:
         pytest.skip(f"{provider} starts here")
     assert re.search(r"\.so|\.dll|\.dylib|built without", fault)
     with pytest.raises(UserError, match=re.escape(fault)):
-        Runner(exported("qwen2").folder, SessionOptions(provider))
+        Runner(exported("qwen2").folder, SessionOptions(provider=provider))
 
 
 def test_auto_is_the_cpu_without_cuda(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "qwen_onnx.runners.runtime.providers.missing_library", lambda provider: f"no {provider}.so"
     )
-    runner = Runner(exported("qwen2").folder, SessionOptions("auto", threads=1))
+    runner = Runner(exported("qwen2").folder, SessionOptions(provider="auto", threads=1))
     assert runner.provider == "cpu"
-    with pytest.raises(UserError, match="choose auto, cpu, cuda or tensorrt"):
-        Runner(exported("qwen2").folder, SessionOptions("CUDA"))
+    with pytest.raises(UserError, match="one of auto, cpu, cuda, tensorrt wanted"):
+        Runner(exported("qwen2").folder, SessionOptions(provider="CUDA"))
 
 
 # Refusals and failures.
@@ -178,7 +178,7 @@ def computing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("stranger", [-1, 320, 2**40])
 def test_ids_outside_the_embedding_are_refused(stranger: int, runner: Runner, computing: list[int]) -> None:
-    """-1 silently reads the last row of the embedding; 320 dies in a Gather node."""
+    """Before ONNX Runtime, for which -1 is the last row, sees them."""
     cache = runner.new_cache()
     for compute, ids in ((runner.prefill, [[1, stranger, 2]]), (runner.decode, [[stranger]])):
         with pytest.raises(UserError, match=rf"{stranger}\b.*\b320\b"):
@@ -189,7 +189,7 @@ def test_ids_outside_the_embedding_are_refused(stranger: int, runner: Runner, co
 
 @pytest.mark.parametrize("stranger", [-1, 320, 2**63, -(2**70)])
 def test_prompts_of_strange_ids_are_refused(stranger: int, runner: Runner, computing: list[int]) -> None:
-    """OverflowError for an id that no int64 holds; a conversation forgotten over a typing error."""
+    """Also those that no int64 holds; the conversation is kept."""
     chat = Chat(runner)
     list(chat.generate([1, 2, 3], max_new_tokens=1))
     computing.clear()
@@ -201,7 +201,7 @@ def test_prompts_of_strange_ids_are_refused(stranger: int, runner: Runner, compu
 
 @pytest.mark.parametrize("tokens", [63, 64, 65, 200])
 def test_context_of_64(tokens: int, exported: Export, computing: list[int]) -> None:
-    """A crash, or a cryptic error, at the first position beyond the tables."""
+    """It is filled to the last position, and the first beyond it is refused."""
     model = exported("qwen2", max_position_embeddings=64)
     runner = Runner(model.folder, ON_CPU, prefill_chunk=16)
     cache, ids = runner.new_cache(), np.tile(IDS[:1], 2)[:, :tokens]
@@ -221,7 +221,7 @@ def test_context_of_64(tokens: int, exported: Export, computing: list[int]) -> N
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_not_finite_are_an_error(value: float, tmp_path: Path) -> None:
-    """Token 0 is "!": NaN logits print as "!!!!!!!!" until the context is full."""
+    """Argmax of NaN would be token 0, again and again."""
     write_checkpoint(tmp_path / "checkpoint", QWEN2)
     tensors = random_tensors(QWEN2)
     tensors["model.norm.weight"][7] = value
@@ -237,7 +237,7 @@ def test_logits_that_are_not_finite_are_an_error(value: float, tmp_path: Path) -
 def test_a_failed_run_leaves_the_cache_as_it_was(
     error: BaseException, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C or a full device in the middle of a step: the next answer reads slots that were never written."""
+    """Ctrl-C or a full device in the middle of a step: no slot is counted that was not written."""
     cache, fresh = runner.new_cache(), runner.new_cache()
     runner.prefill(cache, IDS[:1, :9])
     runner.prefill(fresh, IDS[:1, :9])

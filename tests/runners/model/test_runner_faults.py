@@ -20,12 +20,12 @@ import pytest
 
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 from support.chats import endless
 from support.exports import IDS, Exported
 
 Export = Callable[..., Exported]
-ON_CPU = SessionOptions("cpu", threads=1)
+ON_CPU = SessionOptions(provider="cpu", threads=1)
 THREADS = 8
 POINTS = 60
 """At which a prompt is cancelled."""
@@ -42,7 +42,7 @@ def greedy_ids(runner: Runner, prompt: np.ndarray, count: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int4"])
 def test_eight_threads_on_one_model(dtype: str, exported: Export) -> None:
-    """Buffers that threads share: the words of one conversation in another's answer."""
+    """Each gets the ids that it would get alone."""
     runner = Runner(exported("qwen2", dtype).folder, ON_CPU, prefill_chunk=16)
     prompts = [
         IDS[row % 3 : row % 3 + 1, start : start + 20 + row] for row in range(12) for start in (0, 30, 60)
@@ -62,7 +62,7 @@ def test_eight_threads_on_one_model(dtype: str, exported: Export) -> None:
 
 
 def test_caches_made_by_many_threads_at_once(exported: Export) -> None:
-    """Two conversations given one idle buffer; or the second of two that want it fails."""
+    """No two caches get one idle buffer."""
     runner = Runner(exported("qwen2", "int4").folder, ON_CPU)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -83,7 +83,7 @@ def test_caches_made_by_many_threads_at_once(exported: Export) -> None:
 # Ctrl-C.
 
 
-def answer(chat: Chat, prompt: list[int]) -> list[int]:
+def said_ids(chat: Chat, prompt: list[int]) -> list[int]:
     return [token.token_id for token in chat.generate(prompt, max_new_tokens=4, ignore_eos=True)]
 
 
@@ -129,29 +129,29 @@ def _traced(function: Callable[[], Any], step: Callable[[], Any]) -> None:
 
 
 def test_a_cancelled_prompt_leaves_a_usable_cache(prompts: tuple[list[int], list[int]]) -> None:
-    """Ctrl-C between two lines that belong together: the next answer reads slots that were never computed."""
+    """Wherever Ctrl-C strikes, between any two lines."""
     first, whole = prompts
     runner = Runner(endless(), ON_CPU, prefill_chunk=256)
-    wanted = answer(Chat(runner), whole)
-    lines = count_lines(lambda: answer(Chat(runner), whole))
+    wanted = said_ids(Chat(runner), whole)
+    lines = count_lines(lambda: said_ids(Chat(runner), whole))
     assert lines > 300
     for line in sorted(random.Random(0).sample(range(1, lines), POINTS)):
         chat = Chat(runner)
-        answer(chat, first)
-        cancel_at(line, lambda chat=chat: answer(chat, whole))  # type: ignore[misc]
-        assert answer(chat, whole) == wanted, f"cancelled at line {line}"
+        said_ids(chat, first)
+        cancel_at(line, lambda chat=chat: said_ids(chat, whole))  # type: ignore[misc]
+        assert said_ids(chat, whole) == wanted, f"cancelled at line {line}"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are another thing there")
 def test_signals_in_the_middle_of_a_prompt(prompts: tuple[list[int], list[int]]) -> None:
-    """The same by real signals, at any moment."""
+    """As above, by real signals, at any moment."""
     first, whole = prompts
     runner = Runner(endless(), ON_CPU, prefill_chunk=32)
-    wanted = answer(Chat(runner), whole)
+    wanted = said_ids(Chat(runner), whole)
     chat = Chat(runner)
-    answer(chat, first)
+    said_ids(chat, first)
     begun = time.perf_counter()
-    answer(chat, whole)
+    said_ids(chat, whole)
     took = time.perf_counter() - begun
     rng, cancelled = random.Random(0), 0
     with alarms():
@@ -159,15 +159,15 @@ def test_signals_in_the_middle_of_a_prompt(prompts: tuple[list[int], list[int]])
             if cancelled == 12:
                 break
             chat = Chat(runner)
-            answer(chat, first)
+            said_ids(chat, first)
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, took))
-                answer(chat, whole)
+                said_ids(chat, whole)
             except KeyboardInterrupt:
                 cancelled += 1
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            assert answer(chat, whole) == wanted
+            assert said_ids(chat, whole) == wanted
     assert cancelled > 3, "no signal came in time: this tested nothing"
 
 
@@ -189,16 +189,16 @@ from pathlib import Path
 from qwen_onnx.memory import anonymous_memory
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 folder, count = Path(sys.argv[1]), int(sys.argv[2])
-chat = Chat(Runner(folder, SessionOptions("cpu", threads=1)))
+chat = Chat(Runner(folder, SessionOptions(provider="cpu", threads=1)))
 rng = random.Random(0)
 for number in range(count + 1):
     if number % (count // 20) == 0:
         print(number, anonymous_memory(), flush=True)
     prompt = [rng.randrange(300) for _ in range(rng.randrange(1, 120))]
-    answer = chat.generate(prompt, max_new_tokens=rng.randrange(1, 16))
-    for made, _ in enumerate(answer):
+    tokens = chat.generate(prompt, max_new_tokens=rng.randrange(1, 16))
+    for made, _ in enumerate(tokens):
         if made > 10 and number % 7 == 0:
             break  # the reader left
 """
@@ -216,7 +216,7 @@ def soak(count: int, dtype: str) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_after_200_answers() -> None:
-    """Something kept of each answer."""
+    """Nothing is kept of an answer."""
     assert soak(200, "f32") < 4e6
 
 
@@ -224,5 +224,5 @@ def test_memory_after_200_answers() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["f32", "int4"])
 def test_memory_after_2000_answers(dtype: str) -> None:
-    """The same of less, in a process that serves for days."""
+    """As above, to a narrower bound, in a process that serves for days."""
     assert soak(2000, dtype) < 1e6

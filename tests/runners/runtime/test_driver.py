@@ -46,7 +46,7 @@ def nvml(version: bytes, *, init: int = 0) -> SimpleNamespace:
 
 
 def test_a_driver_and_its_gpus(tmp_path: Path) -> None:
-    """Fault: a GPU missed, or its compute capability and memory told of another's."""
+    """Each GPU with its own compute capability and memory."""
     load = loader({"libcuda.so.1": FakeDriver(), "libnvidia-ml.so.1": nvml(b"580.65.06")})
     assert driver(load=load, kernel_module=tmp_path, system="linux") == Driver("580.65.06", "13.1", None)
     assert gpus(load=load, system="linux") == [
@@ -70,7 +70,7 @@ def test_a_driver_and_its_gpus(tmp_path: Path) -> None:
 def test_a_driver_that_does_not_work(
     library: Any, fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Fault: a traceback, a print into the answer, or a GPU counted on that nothing can run on."""
+    """None is counted on, and nothing is printed."""
     module = tmp_path / "version"
     module.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.2.0\n"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from qwen_onnx import export, load
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.external_data import refuse_foreign_data
@@ -42,8 +42,8 @@ def flip(path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("name", ["prefill.onnx", "decode.grouped.onnx", "grow.onnx"])
 @pytest.mark.parametrize("change", ["a bit", "another graph", "cut", "removed", "unlisted"])
-def test_a_graph_that_was_changed(name: str, change: str, folder: Path) -> None:
-    """A graph of another export or a damaged one: wrong words, or a crash in the runtime's parser."""
+def test_a_changed_graph_is_refused(name: str, change: str, folder: Path) -> None:
+    """It is refused before the runtime's parser sees it."""
     path = folder / name
     match change:
         case "a bit":
@@ -60,8 +60,8 @@ def test_a_graph_that_was_changed(name: str, change: str, folder: Path) -> None:
     refused(opened, folder, mentions=(path,))
 
 
-def test_weights_of_another_model_of_the_same_shape(folder: Path, tmp_path: Path) -> None:
-    """A fine-tune's weights beside the graphs of its base: sizes are equal, and the answers are another model's."""
+def test_weights_of_another_model_of_the_same_shape_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Though sizes are equal, as of a fine-tune's weights beside the graphs of its base."""
     other = export(
         write_chat_checkpoint(tmp_path / "other", seed=1, max_position_embeddings=4096), tmp_path / "x"
     )
@@ -70,16 +70,16 @@ def test_weights_of_another_model_of_the_same_shape(folder: Path, tmp_path: Path
     refused(opened, folder, mentions=(folder / WEIGHTS, "not the weights"))
 
 
-def test_weights_that_were_cut_between_two_runs(folder: Path) -> None:
-    """A copy that ended early: numbers read beyond the end of a file, which kills the process."""
+def test_weights_that_were_cut_between_two_runs_are_refused(folder: Path) -> None:
+    """To read beyond the end of a mapped file would kill the process."""
     opened(folder)
     os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 4096)
     refused(opened, folder, mentions=(folder / WEIGHTS, "bytes found"))
 
 
 @pytest.mark.parametrize("place", [0, -1, "a page"])
-def test_sampled_pages_of_weights(place: int | str, folder: Path) -> None:
-    """The header or the end of a file exchanged, and nobody looked."""
+def test_changed_pages_of_weights_are_seen(place: int | str, folder: Path) -> None:
+    """Header and end of the file are among them."""
     size = (folder / WEIGHTS).stat().st_size
     middle = (size - 4096) * 7 // (SAMPLED_PAGES - 1) + 2048
     flip(folder / WEIGHTS, middle if isinstance(place, str) else place)
@@ -87,28 +87,27 @@ def test_sampled_pages_of_weights(place: int | str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
-def test_texts_that_were_changed(name: str, folder: Path) -> None:
-    """Another model's tokenizer, of the same size or not: fluent nonsense."""
+def test_changed_texts_are_refused(name: str, folder: Path) -> None:
+    """Of the same size or not."""
     flip(folder / name, 50)
     refused(opened, folder, mentions=(folder / name, "sha256"))
 
 
-def test_an_export_of_before_has_no_samples(folder: Path) -> None:
-    """Exports that worked refused by a new version."""
+def test_an_older_export_without_samples_loads(folder: Path) -> None:
     change_manifest(folder, samples={})
     opened(folder)
 
 
 def test_other_graphs_may_be_missing(folder: Path) -> None:
-    """A graph for a GPU wanted on a CPU."""
+    """A CPU needs no graph for a GPU."""
     for name in ("score.onnx", "greedy.onnx", "prefill.cuda.onnx", "prefill.tensorrt.onnx"):
         (folder / name).unlink()
     opened(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"y" * 4096, b"z" * 4097, b"a" * 70_000 + b"b"])
-def test_samples_of_files_of_any_size(content: bytes, tmp_path: Path) -> None:
-    """A file of less than a page; a last byte that no page holds."""
+def test_files_of_any_size_have_a_sample(content: bytes, tmp_path: Path) -> None:
+    """Also of less than a page; the last byte is in one."""
     path = tmp_path / "file"
     path.write_bytes(content)
     first = sample(path)
@@ -150,7 +149,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 @pytest.mark.usefixtures("unseen")
 def test_external_data_elsewhere_never_reaches_the_runtime(location: str, which: int, folder: Path) -> None:
-    """A downloaded export that reads the user's files, its hashes forged."""
+    """Though a downloaded export's hashes are forged."""
     (folder.parent / "secret").write_bytes((folder / WEIGHTS).read_bytes())
     set_location(folder / "prefill.onnx", location, which)
     forge(folder)
@@ -158,8 +157,8 @@ def test_external_data_elsewhere_never_reaches_the_runtime(location: str, which:
 
 
 @pytest.mark.usefixtures("unseen")
-def test_weights_that_are_a_link_out_of_the_folder(folder: Path) -> None:
-    """The same by a link, under the name that the manifest has."""
+def test_weights_that_are_a_link_out_of_the_folder_are_refused(folder: Path) -> None:
+    """Under the name that the manifest has, too."""
     (folder / WEIGHTS).rename(folder.parent / "secret")
     (folder / WEIGHTS).symlink_to(folder.parent / "secret")
     refused(opened, folder, mentions=(folder / WEIGHTS, "link out of the folder"))
@@ -185,8 +184,10 @@ def hide_in_sparse(graph: onnx.GraphProto) -> None:
 
 @pytest.mark.parametrize("hide", [hide_in_a_node, hide_in_a_graph, hide_in_sparse])
 @pytest.mark.usefixtures("unseen")
-def test_external_data_where_no_export_has_it(hide: Callable[[onnx.GraphProto], None], folder: Path) -> None:
-    """A scan that looks at initializers only, where nodes hold tensors too."""
+def test_external_data_where_no_export_has_it_is_refused(
+    hide: Callable[[onnx.GraphProto], None], folder: Path
+) -> None:
+    """Nodes hold tensors too, not initializers only."""
     edit_graph(folder / "prefill.onnx", hide)
     forge(folder)
     refused(opened, folder, mentions=(folder / "prefill.onnx", "external data in field"))
@@ -215,8 +216,8 @@ KEY = message(1, b"location")
         KEY + b"\x92\x00\x0b/etc/passwd",
     ],
 )
-def test_entries_that_other_readers_read_otherwise(entry: bytes, folder: Path) -> None:
-    """A scan of patterns, and bytes that look like one to it and like another to the runtime."""
+def test_entries_that_other_readers_read_otherwise_are_refused(entry: bytes, folder: Path) -> None:
+    """These bytes look like one thing to a scan and like another to the runtime."""
     content = message(7, message(5, message(13, entry)))
     model = onnx.load_model_from_string(content)
     assert model.graph.initializer[0].external_data[0].value == "/etc/passwd"
@@ -234,14 +235,13 @@ def test_entries_that_other_readers_read_otherwise(entry: bytes, folder: Path) -
         message(7, b"\x80\x80" + message(13, KEY)),
     ],
 )
-def test_bytes_that_are_no_protobuf(content: bytes, folder: Path) -> None:
-    """A traceback, or a loop without an end."""
+def test_bytes_that_are_no_protobuf_are_refused(content: bytes, folder: Path) -> None:
     arguments = (folder / "x.onnx", content, "x.onnx", read_manifest(folder))
     refused(refuse_foreign_data, *arguments, mentions=("x.onnx", "not a graph of an export"))
 
 
 def test_every_location_is_found(folder: Path) -> None:
-    """A scan that ends early: every initializer of every graph is looked at, in every layout."""
+    """Of every initializer of every graph."""
     manifest = read_manifest(folder)
     bare = change_manifest(folder, files={WEIGHTS: manifest.files[WEIGHTS]})
     for graph in manifest.graphs:
@@ -268,7 +268,7 @@ def test_layouts_load(layout: str, tmp_path: Path) -> None:
     not hasattr(psutil.Process, "io_counters"), reason="the system does not count what is read"
 )
 def test_of_large_files_some_pages_are_read(tmp_path: Path) -> None:
-    """Gigabytes hashed at each start."""
+    """To hash gigabytes at each start would take too long."""
     large = tmp_path / "weights.safetensors"
     with large.open("wb") as file:
         file.truncate(8 << 30)  # holes: no such disk is needed
@@ -278,7 +278,7 @@ def test_of_large_files_some_pages_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_texts_that_are_missing(name: str, folder: Path) -> None:
-    """Other defaults, or no stop strings, and not a word."""
+def test_missing_texts_are_refused(name: str, folder: Path) -> None:
+    """They are not taken for files that say nothing."""
     (folder / name).unlink()
     refused(opened, folder, mentions=(folder / name, "missing"))

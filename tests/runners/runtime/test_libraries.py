@@ -45,7 +45,7 @@ def cuda(there: dict[str, Any], site: Path, version: str | None = "13.0") -> dic
 
 
 def test_all_are_there_with_their_versions(tmp_path: Path) -> None:
-    """Fault: a good install called bad, or told without the versions a bug report needs."""
+    """The versions are what a bug report needs."""
     found = cuda(CUDA_13, tmp_path)
     assert [(name, library.version) for name, library in found.items()] == [
         ("libcublasLt.so.13", "13.10.0"),
@@ -62,14 +62,14 @@ def test_all_are_there_with_their_versions(tmp_path: Path) -> None:
 
 
 def test_a_missing_one_is_told_in_the_loaders_words(tmp_path: Path) -> None:
-    """Fault H4: "CUDA is not available", and no word of the one file that lacks."""
+    """The one file that is missing is named."""
     found = cuda({name: CUDA_13[name] for name in CUDA_13 if "cublasLt" not in name}, tmp_path)
     missing = Library("libcublasLt.so.13", None, None, f"libcublasLt.so.13: {WORDS}")
     assert [library for library in found.values() if library.fault] == [missing]
 
 
 def test_libraries_of_cuda_12_are_no_cuda_13(tmp_path: Path) -> None:
-    """Fault H1: the wheel wants CUDA 13, the box has 12, and nobody says so."""
+    """The wheel wants CUDA 13, the machine has 12."""
     found = cuda(CUDA_12, tmp_path)
     assert found["libcublas.so.13"].fault == f"libcublas.so.13: {WORDS}; libcublas.so.12 is there, of CUDA 12"
     assert found["libcublas.so.13"].version is None
@@ -79,7 +79,6 @@ def test_libraries_of_cuda_12_are_no_cuda_13(tmp_path: Path) -> None:
 
 
 def test_a_build_for_cuda_12_wants_cuda_12(tmp_path: Path) -> None:
-    """Fault: the newest names asked for whatever onnxruntime was built for."""
     found = cuda(CUDA_12, tmp_path, "12.8")
     assert {"libcublas.so.12", "libcufft.so.11", "libnvrtc.so.12", "libcudnn.so.9"} <= set(found)
     assert found["libcublas.so.12"].fault is None
@@ -88,7 +87,7 @@ def test_a_build_for_cuda_12_wants_cuda_12(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("broken", "found"), [(False, "pip"), (True, "system")])
 def test_pips_library_comes_before_the_systems(broken: bool, found: str, tmp_path: Path) -> None:
-    """Fault H4: another file looked at than the one ONNX Runtime loads."""
+    """We look at the file that ONNX Runtime loads."""
     file = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
     file.parent.mkdir(parents=True)
     file.touch()
@@ -99,7 +98,7 @@ def test_pips_library_comes_before_the_systems(broken: bool, found: str, tmp_pat
 
 
 def test_a_damaged_library_is_not_called_missing(tmp_path: Path) -> None:
-    """Fault: "No such file" of the second place looked at, where the first has it and it is cut short."""
+    """What is said is of the damaged file, not of the next place, where there is none."""
     file = tmp_path / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"\x7fELF")
@@ -117,21 +116,20 @@ def test_a_damaged_library_is_not_called_missing(tmp_path: Path) -> None:
 def test_a_library_that_hides_its_version_is_there_all_the_same(
     call: Callable[..., int] | None, tmp_path: Path
 ) -> None:
-    """Fault: a traceback, or a library that loads called missing, for want of its version."""
     silent = SimpleNamespace() if call is None else SimpleNamespace(cudaRuntimeGetVersion=call)
     library = cuda(CUDA_13 | {"libcudart.so.13": silent}, tmp_path)["libcudart.so.13"]
     assert (library.version, library.fault) == (None, None)
 
 
 def test_the_path_is_the_file_that_was_loaded(tmp_path: Path) -> None:
-    """Fault: the name again instead of where it is, which is what one wants to know of two installs."""
+    """It tells two installs apart."""
     file = np._core._multiarray_umath.__file__  # type: ignore[attr-defined]
     found = cuda_libraries("13.0", load=lambda name: ctypes.CDLL(file), site_packages=tmp_path)
     assert {library.path for library in found} == {file}
 
 
 def test_no_cuda_no_libraries(tmp_path: Path) -> None:
-    """Fault: a CPU build, or a Mac, told to install CUDA."""
+    """Neither a CPU build nor a Mac is told to install CUDA."""
     assert cuda({}, tmp_path, "") == {}
     assert cuda_libraries("13.0", load=loader({}), system="darwin") == []
     assert tensorrt_library(load=loader({}), system="darwin") is None
@@ -142,7 +140,7 @@ def test_no_cuda_no_libraries(tmp_path: Path) -> None:
 def test_they_are_looked_for_where_onnxruntime_does(
     version: str, system: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault: a new ONNX Runtime looks elsewhere, and doctor goes on telling of the old place."""
+    """This fails when a new ONNX Runtime looks elsewhere."""
     monkeypatch.setattr(onnxruntime, "cuda_version", version)
     theirs = {
         path for path in onnxruntime._get_nvidia_dll_paths(system == "win32") if "cudnn_" not in path[-1]
@@ -159,7 +157,7 @@ def tensorrt(there: dict[str, Any], site: Path, system: str = "linux") -> Librar
 
 
 def test_tensorrt_is_the_one_that_onnxruntime_is_linked_with(tmp_path: Path) -> None:
-    """Fault: TensorRT 11 called good beside a provider that loads version 10."""
+    """TensorRT 11 is not called good beside a provider that loads version 10."""
     there = {
         "libnvinfer.so.10": SimpleNamespace(getInferLibVersion=lambda: 101303),
         "libnvinfer.so.11": SimpleNamespace(getInferLibVersion=lambda: 110000),
@@ -177,7 +175,7 @@ def test_tensorrt_is_the_one_that_onnxruntime_is_linked_with(tmp_path: Path) -> 
 
 
 def test_tensorrt_as_pip_installs_it(tmp_path: Path) -> None:
-    """Fault: an installed TensorRT called missing because it is on no system path."""
+    """It is found though it is on no system path."""
     file = tmp_path / "tensorrt_libs" / "libnvinfer.so.10"
     file.parent.mkdir()
     file.touch()

@@ -8,8 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from qwen_onnx.runners.runtime import free_memory
-from qwen_onnx.runners.runtime import machine as cores
+from qwen_onnx.runners.runtime import machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /sys")
 
@@ -22,18 +21,18 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
     (tmp_path / "cgroup").mkdir()
-    monkeypatch.setattr(cores, "SYSTEM_CPUS", tmp_path / "cpu")
-    monkeypatch.setattr(cores, "CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(cores, "allowed_cpus", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(machine, "SYSTEM_CPUS", tmp_path / "cpu")
+    monkeypatch.setattr(machine, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "allowed_cpus", lambda: {0, 1, 2, 3})
     return tmp_path
 
 
 def test_hyperthreads_of_a_core_count_once(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cores.physical_cores() == 2
-    monkeypatch.setattr(cores, "allowed_cpus", lambda: {0, 2})
-    assert cores.physical_cores() == 1
-    monkeypatch.setattr(cores, "allowed_cpus", lambda: {1, 2, 3, 7})  # of CPU 7 nothing is told
-    assert cores.physical_cores() == 3
+    assert machine.physical_cores() == 2
+    monkeypatch.setattr(machine, "allowed_cpus", lambda: {0, 2})
+    assert machine.physical_cores() == 1
+    monkeypatch.setattr(machine, "allowed_cpus", lambda: {1, 2, 3, 7})  # of CPU 7 nothing is told
+    assert machine.physical_cores() == 3
 
 
 @pytest.mark.parametrize(
@@ -49,12 +48,12 @@ def test_hyperthreads_of_a_core_count_once(system: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_a_containers_quota_bounds_them(files: dict[str, str], wanted: int, system: Path) -> None:
-    """64 threads on two cores' worth of time: each waits for one that is not running."""
+    """Threads beyond the container's share of time would wait for one that is stopped."""
     for name, text in files.items():
         path = system / "cgroup" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    assert cores.physical_cores() == wanted
+    assert machine.physical_cores() == wanted
 
 
 @pytest.mark.parametrize(
@@ -79,13 +78,13 @@ def test_a_containers_quota_bounds_them(files: dict[str, str], wanted: int, syst
 def test_a_containers_limit_bounds_free_memory(
     files: dict[str, str], wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's memory counted as free, and the process killed."""
+    """The host's memory is not counted as free beyond it."""
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
-    assert free_memory.free_memory() == wanted
+    assert machine.free_memory() == wanted
 
 
 def test_there_is_one_at_least_here() -> None:
-    assert 1 <= cores.physical_cores() <= len(cores.allowed_cpus())
+    assert 1 <= machine.physical_cores() <= len(machine.allowed_cpus())

@@ -13,7 +13,7 @@ import pytest
 
 from qwen_onnx import UserError, load
 from qwen_onnx.checkpoints.hub import DEFAULT_MODEL, ModelSource, resolve_model
-from qwen_onnx.cli import run as running
+from qwen_onnx.cli import open_model
 from qwen_onnx.runners.runtime import providers, session
 from support.chats import copy_export, endless, endless_checkpoint
 from support.checkpoints import QWEN2, write_checkpoint
@@ -31,7 +31,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_preloading_says_nothing_on_stdout(
     monkeypatch: pytest.MonkeyPatch, driver: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ONNX Runtime prints the libraries it misses; `--json` would begin with them."""
+    """Though ONNX Runtime prints the libraries that it misses: `--json` would begin with them."""
     runtime = SimpleNamespace(
         get_available_providers=lambda: ["CUDAExecutionProvider"],
         preload_dlls=lambda: print("Failed to load libcublasLt.so.13"),
@@ -45,7 +45,6 @@ def test_preloading_says_nothing_on_stdout(
 def test_a_provider_that_cannot_start_is_refused_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Minutes of export, and then the missing library."""
     monkeypatch.setattr(providers, "missing_library", lambda provider: f"{provider}.so: no such file")
     for name in ("cuda", "tensorrt"):
         ran = command("run", endless_checkpoint(), "-p", "Hi", "--provider", name, "--cache-dir", tmp_path)
@@ -54,7 +53,7 @@ def test_a_provider_that_cannot_start_is_refused_before_anything_is_made(
 
 
 def test_two_distributions_are_named_where_they_hide_a_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "Built without it", of two wheels of which one has it: the last one installed wrote over the other."""
+    """The last wheel installed wrote over the other, which may have the provider."""
     runtime = SimpleNamespace(get_available_providers=lambda: ["CPUExecutionProvider"])
     monkeypatch.setattr(providers, "import_onnxruntime", lambda: runtime)
     for found, word in (
@@ -66,7 +65,7 @@ def test_two_distributions_are_named_where_they_hide_a_provider(monkeypatch: pyt
 
 
 def test_of_a_cuda_error_what_cuda_says_is_kept() -> None:
-    """Six hundred characters of source lines around "driver version is insufficient"."""
+    """And nothing of the source lines around it."""
     text = (
         "/onnxruntime_src/cuda_call.cc:129 std::conditional_t<> CudaCall(...) CUDA failure 35: CUDA driver version "
         "is insufficient for CUDA runtime version ; GPU=-1 ; hostname=x ; file=/src/provider.cc ; line=280"
@@ -81,15 +80,15 @@ def test_the_dtype_is_f32_on_a_cpu_and_the_checkpoints_own_on_cuda(
 ) -> None:
     write_checkpoint(tmp_path, QWEN2, dtype=stored)
     source = resolve_model(str(tmp_path))
-    monkeypatch.setattr(running, "missing_library", lambda provider: "no driver")
-    assert running._expected_provider("auto") == "cpu"
-    assert running._expected_provider("cuda") == "cuda"
-    assert running._default_dtype(source, "cpu") == "f32"
-    assert running._default_dtype(source, "tensorrt") == "f32"
-    assert running._default_dtype(source, "cuda") == dtype
-    monkeypatch.setattr(running, "missing_library", lambda provider: None)
-    assert running._expected_provider("auto") == "cuda"
-    assert running._expected_provider("cpu") == "cpu"
+    monkeypatch.setattr(open_model, "missing_library", lambda provider: "no driver")
+    assert open_model._expected_provider("auto") == "cpu"
+    assert open_model._expected_provider("cuda") == "cuda"
+    assert open_model._default_dtype(source, "cpu") == "f32"
+    assert open_model._default_dtype(source, "tensorrt") == "f32"
+    assert open_model._default_dtype(source, "cuda") == dtype
+    monkeypatch.setattr(open_model, "missing_library", lambda provider: None)
+    assert open_model._expected_provider("auto") == "cuda"
+    assert open_model._expected_provider("cpu") == "cpu"
 
 
 @pytest.mark.parametrize("verb", ["export", "run"])
@@ -101,7 +100,7 @@ def test_no_model_is_the_default_model(verb: str, tmp_path: Path, monkeypatch: p
         return resolve_model("tiny")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("qwen_onnx.checkpoints.hub.resolve_model", resolve)
+    monkeypatch.setattr(open_model, "resolve_model", resolve)
     monkeypatch.setattr("qwen_onnx.exports.exporter.resolve_model", resolve)
     more = ("--cache-dir", tmp_path / "cache", *HI) if verb == "run" else ()
     assert command(verb, *more).code == 0
@@ -110,7 +109,7 @@ def test_no_model_is_the_default_model(verb: str, tmp_path: Path, monkeypatch: p
 
 def test_both_onnxruntimes_are_told_of_and_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     both = ["onnxruntime 1.32.0", "onnxruntime-gpu 1.31.1"]
-    monkeypatch.setattr(running, "installed_distributions", lambda: both)
+    monkeypatch.setattr(open_model, "installed_distributions", lambda: both)
     ran = command("run", endless(), *HI)
     assert ran.code == 0
     assert "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu" in ran.err
@@ -118,7 +117,7 @@ def test_both_onnxruntimes_are_told_of_and_not_broken(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_run_never_loads_the_exporter(cached: bool, tmp_path: Path) -> None:
-    """Seconds of start for nothing: neither for an export, nor for a model that was exported before."""
+    """Neither for an export, nor for a model that was exported before."""
     model = [str(endless())]
     if cached:
         model = [str(endless_checkpoint()), "--cache-dir", str(tmp_path)]
@@ -137,7 +136,7 @@ def test_a_run_never_loads_the_exporter(cached: bool, tmp_path: Path) -> None:
 
 
 def test_a_run_reports_to_nobody(tmp_path: Path) -> None:
-    """ONNX Runtime's wheels write a device id under the home folder and send events from there."""
+    """Though ONNX Runtime's wheels would write a device id under the home folder, and send events from there."""
     environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
     environment |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = f"len(list(load({str(endless())!r}).generate([1], max_new_tokens=3)))"
@@ -151,7 +150,7 @@ def test_a_run_reports_to_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threads", [0, -1, 100_000])
 def test_threads_beyond_any_machine_are_refused(threads: int) -> None:
-    """A hundred thousand of them take minutes to make, without a word."""
+    """They would take minutes to make, without a word."""
     with pytest.raises(UserError, match="1 to 1024"):
         load(endless(), provider="cpu", threads=threads)
 

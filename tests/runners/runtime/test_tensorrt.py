@@ -13,11 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qwen_onnx import UserError
-from qwen_onnx.contract import ATTENTION_MASK, BATCH, INPUT_IDS, POSITION_IDS, SEQUENCE, past_names
-from qwen_onnx.manifest import TensorSpec
+from qwen_onnx.contract import ATTENTION_MASK, BATCH, INPUT_IDS, POSITION_IDS, SEQUENCE
+from qwen_onnx.contract.manifest import TensorSpec
 from qwen_onnx.runners.runtime.nvidia import tensorrt
 from qwen_onnx.runners.runtime.nvidia.tensorrt import Profile
 from qwen_onnx.runners.runtime.session import import_onnxruntime
+from support.exports import past_names
 
 PROVIDER = "TensorrtExecutionProvider"
 MIN, OPT, MAX = (f"trt_profile_{kind}_shapes" for kind in ("min", "opt", "max"))
@@ -58,7 +59,7 @@ def refused(options: dict[str, str]) -> str:
 
 @given(layers=st.integers(1, 8), heads=st.integers(1, 16), capacity=COUNTS, chunk=COUNTS, batch=COUNTS)
 def test_one_profile_holds_every_run(layers: int, heads: int, capacity: int, chunk: int, batch: int) -> None:
-    """Fault G1: an input left out, or a range that one run leaves, rebuilds the engine for minutes."""
+    """Of every input with a free length: a run outside it would rebuild the engine for minutes."""
     inputs = graph_inputs(layers, heads)
     ranges = tensorrt.profile(inputs, capacity=capacity, prefill_chunk=chunk, batch_size=batch)
     options = {option: parse(value) for option, value in tensorrt.profile_options(ranges).items()}
@@ -80,7 +81,7 @@ def test_one_profile_holds_every_run(layers: int, heads: int, capacity: int, chu
 
 @pytest.mark.parametrize(("capacity", "past"), [(1, 1), (2, 1), (3, 2), (4096, 2048)])
 def test_engines_are_tuned_for_decode(capacity: int, past: int) -> None:
-    """Fault G7: tuned for a long prompt, every token pays for kernels made for prefill."""
+    """Single tokens are what most runs compute."""
     ranges = tensorrt.profile(graph_inputs(1), capacity=capacity, prefill_chunk=512)
     assert tensorrt.profile_options(ranges)[OPT] == (
         f"input_ids:1x1,attention_mask:1x{past + 1},position_ids:1x1,"
@@ -89,7 +90,7 @@ def test_engines_are_tuned_for_decode(capacity: int, past: int) -> None:
 
 
 def test_fixed_inputs_are_in_no_profile() -> None:
-    """Fault G3: ONNX Runtime counts the inputs, finds one more than are dynamic, and builds again."""
+    """ONNX Runtime would count one input more than are dynamic, and build again."""
     fixed = TensorSpec("scale", "float32", (1, 4))
     ranges = tensorrt.profile((fixed, *graph_inputs()), capacity=8, prefill_chunk=4)
     assert all("scale" not in option for option in tensorrt.profile_options(ranges).values())
@@ -104,7 +105,7 @@ def test_impossible_ranges_are_refused(name: str, number: int) -> None:
 
 
 def test_an_unknown_dimension_is_named() -> None:
-    """Fault G1: a graph of another lowering, whose lengths nobody gave a range."""
+    """As of a graph of another lowering."""
     inputs = (*graph_inputs(), TensorSpec("cache", "float16", (BATCH, 2, "cache_capacity", 64)))
     with pytest.raises(UserError, match="input cache: dimension 'cache_capacity' found, one of batch_size"):
         tensorrt.profile(inputs, capacity=8, prefill_chunk=4)
@@ -112,7 +113,7 @@ def test_an_unknown_dimension_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["past:0", "a,b", ""])
 def test_a_name_that_breaks_the_syntax_is_refused(name: str) -> None:
-    """Fault: ONNX Runtime cuts the name at its colon, and finds no range for the input."""
+    """ONNX Runtime would cut it, and find no range for the input."""
     ranges = tensorrt.profile((TensorSpec(name, "int64", (BATCH,)),), capacity=8, prefill_chunk=4)
     with pytest.raises(UserError, match="without ':' and ','"):
         tensorrt.profile_options(ranges)
@@ -153,7 +154,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def test_the_same_engine_has_the_same_folder() -> None:
-    """Fault G3: engines built again at each start although they exist."""
+    """It is found at the next start, and not built again."""
     folder = tensorrt.engine_folder(Path("cache"), **key())
     weights = dict(reversed(key()["weights_sha256"].items()))
     assert folder == tensorrt.engine_folder(Path("cache"), **key(weights_sha256=weights))
@@ -162,7 +163,7 @@ def test_the_same_engine_has_the_same_folder() -> None:
 
 
 def test_each_change_is_another_folder() -> None:
-    """Fault G3: the engine of other weights, or of another GPU, answers for this one."""
+    """No engine of other weights, or of another GPU, is taken for this one."""
     folders = {tensorrt.engine_folder(Path("cache"), **key(**change)) for change in [{}, *CHANGES]}
     assert len(folders) == len(CHANGES) + 1
 
@@ -170,7 +171,7 @@ def test_each_change_is_another_folder() -> None:
 @given(gpu=st.text(), version=st.text(), capability=st.text())
 @example(gpu="G" * 300, version="1" * 300, capability="9" * 300)
 def test_any_name_makes_a_safe_folder(gpu: str, version: str, capability: str) -> None:
-    """Fault: a GPU called `Quadro RTX 6000/8000`, or a driver that says nothing, ends elsewhere or nowhere."""
+    """A GPU may be called `Quadro RTX 6000/8000`, and a driver may say nothing."""
     changes = {"gpu": gpu, "tensorrt_version": version, "compute_capability": capability}
     folder = tensorrt.engine_folder(Path("cache"), **key(**changes))
     assert folder.parent == Path("cache")
@@ -181,7 +182,6 @@ def test_any_name_makes_a_safe_folder(gpu: str, version: str, capability: str) -
 def test_paths_reach_the_provider_as_they_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault G5: a cache in a folder with a space is looked for elsewhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.platform", "linux")
     for folder in (tmp_path / name, Path(name)):
@@ -190,7 +190,7 @@ def test_paths_reach_the_provider_as_they_are(
 
 
 def test_a_path_that_the_provider_cannot_open_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault G5: on Windows it reads names in the code page, finds no engine, and builds one each time."""
+    """On Windows it reads names in the code page, and would find no engine."""
     with pytest.raises(UserError, match="set QWEN_ONNX_ENGINES to a plain one"):
         tensorrt.tensorrt_options(Path(os.fsdecode(b"latin-\xfc")), key()["profile"])
     monkeypatch.setattr("sys.platform", "win32")
@@ -200,7 +200,7 @@ def test_a_path_that_the_provider_cannot_open_is_refused(monkeypatch: pytest.Mon
 
 
 def test_engines_and_timings_are_kept_and_no_precision_is_named() -> None:
-    """Faults (G3; TensorRT 11 has no such flags in docs/faults.md): nothing cached; an f32 norm computed in f16."""
+    """TensorRT 11 has no flags for precision: the graph's own types hold."""
     options = tensorrt.tensorrt_options(Path("/cache"), key()["profile"])
     assert options["trt_engine_cache_enable"] == options["trt_timing_cache_enable"] == "True"
     assert options["trt_engine_cache_prefix"] == "qwen"
@@ -219,7 +219,7 @@ def test_engines_and_timings_are_kept_and_no_precision_is_named() -> None:
     reason="this onnxruntime is built without the TensorRT provider",
 )
 def test_onnxruntime_takes_every_option(tmp_path: Path) -> None:
-    """Fault: one key or spelling that it does not know, and no session opens. Its own parser is asked."""
+    """Its own parser is asked; of one that it does not know, no session would open."""
     options = tensorrt.tensorrt_options(tmp_path / "two words", key()["profile"], workspace=1 << 30)
     assert refused(options) == ""
     assert refused(options | {"trt_nonsense": "1"}) == "Invalid TensorRT EP option: trt_nonsense"
@@ -242,7 +242,7 @@ def test_only_engine_files_are_engines(tmp_path: Path) -> None:
 
 
 def test_an_engine_written_again_was_built(tmp_path: Path) -> None:
-    """Fault G3: minutes of building, reported as `cached` because the file was there before."""
+    """It is not reported as cached because a file was there before."""
     engine = tmp_path / "qwen_12_0_0_sm90.engine"
     empty = tensorrt.engine_stamps(tmp_path)
     assert tensorrt.engine_state(empty, empty) == "none"

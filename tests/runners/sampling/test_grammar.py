@@ -17,12 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from qwen_onnx import SamplingOptions, UserError, load
+from qwen_onnx import UserError, load
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.generate import FinishReason
+from qwen_onnx.runners.output import FinishReason
 from qwen_onnx.runners.sampling.constraint import Constraint, as_constraint
 from qwen_onnx.runners.sampling.grammar import Grammars, Matcher
-from qwen_onnx.runners.sampling.request import GenerationRequest
 from qwen_onnx.runners.text.detokenizer import token_bytes
 from qwen_onnx.runners.text.tokenizer import Tokenizer
 from qwen_onnx.runners.text.vocabulary import Vocabulary
@@ -48,11 +47,13 @@ SCHEMA = {
     "required": ["näme", "age", "mood", "marks", "at"],
     "additionalProperties": False,
 }
-DRAWN = [
-    None,
-    *[SamplingOptions(temperature=temperature, seed=seed) for temperature in (0.7, 50) for seed in (1, 2, 3)],
-    SamplingOptions(temperature=1, top_k=2, top_p=0.9, repetition_penalty=1.3, frequency_penalty=1, seed=4),
-]
+DRAWN: list[dict[str, Any]] = [
+    {},
+    *[{"temperature": temperature, "seed": seed} for temperature in (0.7, 50) for seed in (1, 2, 3)],
+    {
+        "temperature": 1, "top_k": 2, "top_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 1, "seed": 4,
+    },
+]  # fmt: skip
 ENDS = [360, 362]
 
 
@@ -93,10 +94,10 @@ def fits(schema: dict[str, Any], value: Any) -> bool:
 
 
 @pytest.mark.parametrize("sampling", DRAWN)
-def test_random_weights_say_what_the_schema_wants(chat: Chat, sampling: SamplingOptions | None) -> None:
-    """One wrong token is no JSON any more."""
+def test_random_weights_say_what_the_schema_wants(chat: Chat, sampling: dict[str, Any]) -> None:
+    """At any temperature, in the order of its properties, and ended by the model."""
     assert not fits(SCHEMA, {"age": 3})
-    tokens = say(chat, count=400, json_schema=SCHEMA, sampling=sampling)
+    tokens = say(chat, count=400, json_schema=SCHEMA, **sampling)
     said = text(tokens)
     assert tokens[-1].finish_reason is FinishReason.EOS
     assert tokens[-1].token_id in chat.eos_token_ids
@@ -114,11 +115,9 @@ def test_random_weights_say_what_the_schema_wants(chat: Chat, sampling: Sampling
         "Cafe\u0301 \u212b <think>", r"<\|im_end\|>!", "[\U0001f300-\U0001f5ff]{2}",
     ],
 )  # fmt: skip
-def test_random_weights_match_the_expression(
-    chat: Chat, regex: str, sampling: SamplingOptions | None
-) -> None:
+def test_random_weights_match_the_expression(chat: Chat, regex: str, sampling: dict[str, Any]) -> None:
     """Also where it forces text that the tokenizer would normalize, or take for a special token."""
-    tokens = say(chat, count=60, regex=regex, sampling=sampling)
+    tokens = say(chat, count=60, regex=regex, **sampling)
     said = text(tokens)
     if tokens[-1].finish_reason is FinishReason.LENGTH:
         assert regex == r"\d{3}-[a-f]+x"  # the only one without an end to it
@@ -188,7 +187,7 @@ def test_the_mask_is_the_language(grammars: Grammars) -> None:
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
-    """A mask of other bytes than those that come out: é of an added token, parts of characters, special tokens."""
+    """They are those that come out: é of an added token, parts of characters, none of special tokens."""
     tokenizer = Tokenizer(byte_level_tokenizer())
     contents = token_bytes(tokenizer, 400)
     assert contents[360:363] + contents[366:] == [b""] * 37
@@ -199,7 +198,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
 
 
 def test_an_answer_ends_where_the_expression_does(grammars: Grammars) -> None:
-    """An end in the middle; an end held off where nothing else is left; only one of several end tokens."""
+    """Not in the middle; any of the end tokens; and one that is held off where something else can come."""
     a, b = (Tokenizer(byte_level_tokenizer()).token_id(char) for char in "ab")
     matcher = grammars.compile(Constraint("regex", "[ab]b?")).matcher()
     assert allowed(matcher, hold_end=True) == allowed(matcher) == {a, b}
@@ -215,7 +214,7 @@ def test_an_answer_ends_where_the_expression_does(grammars: Grammars) -> None:
 
 
 def test_ids_without_a_name_are_never_allowed() -> None:
-    """A hole between the tokens; one that the model ends with; rows beyond the tokens; duplicates of one text."""
+    """A hole between the tokens, one that the model ends with, rows beyond the tokens."""
     vocabulary = {"a": 1, "b": 4, "ab": 6, "Ġ": 7, "<end>": 8}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("a", "b")]))
     backend.decoder = decoders.ByteLevel()
@@ -232,7 +231,7 @@ def test_ids_without_a_name_are_never_allowed() -> None:
 
 
 def test_tokens_of_any_length_are_taken() -> None:
-    """A trie that is too deep ends in a panic."""
+    """Those too long for llguidance's trie are never allowed."""
     long = {"a" * count: count for count in (1, 2, 255, 256, 5000)}
     backend = tokenizers.Tokenizer(models.BPE({**long, "z": 0}, []))
     backend.decoder = decoders.ByteLevel()
@@ -245,21 +244,21 @@ def test_tokens_of_any_length_are_taken() -> None:
 
 
 def test_an_end_is_held_off_while_anything_else_can_come(chat: Chat) -> None:
-    """min_new_tokens or ignore_eos that leave no token to choose, or go on behind a complete text."""
-    ends = SamplingOptions(logit_bias=dict.fromkeys(chat.eos_token_ids, 100.0))
-    usual = say(chat, regex="x{2,9}", sampling=ends)
+    """min_new_tokens and ignore_eos always leave a token to choose, and nothing comes behind a complete text."""
+    ends = {"logit_bias": dict.fromkeys(chat.eos_token_ids, 100.0)}
+    usual = say(chat, regex="x{2,9}", **ends)
     assert (text(usual), usual[-1].finish_reason) == ("xx", "eos")
     for more in ({"ignore_eos": True}, {"min_new_tokens": 40}):
-        tokens = say(chat, regex="x{2,9}", sampling=ends, **more)
+        tokens = say(chat, regex="x{2,9}", **ends, **more)
         assert (text(tokens), tokens[-1].finish_reason) == ("x" * 9, "eos")
-    three = say(chat, regex="(ab|cd){2,9}", sampling=ends, min_new_tokens=6)
+    three = say(chat, regex="(ab|cd){2,9}", **ends, min_new_tokens=6)
     assert len(three) == 7
 
 
 def test_what_cuts_an_answer_says_so(
     chat: Chat,
 ) -> None:
-    """`eos` for the beginning of a JSON text."""
+    """`eos` is said of whole texts only."""
     tokens = say(chat, count=5, json_schema=SCHEMA)
     assert (len(tokens), tokens[-1].finish_reason) == (5, FinishReason.LENGTH)
     stopped = say(chat, count=400, json_schema=SCHEMA, stop="age")
@@ -268,18 +267,18 @@ def test_what_cuts_an_answer_says_so(
 
 
 def test_the_constraint_has_the_last_word(chat: Chat) -> None:
-    """Bias and penalties that bring back what does not fit; white space without end, which fits JSON too."""
+    """Bias brings back nothing that does not fit, nor white space without end, which would be JSON too."""
     spaces = [token_id for token_id in range(366) if not chat.tokenizer.decode([token_id]).strip(" \n\t\r")]
     assert len(spaces) > 5
-    bias = SamplingOptions(logit_bias=dict.fromkeys(spaces, 100.0))
+    bias = {"logit_bias": dict.fromkeys(spaces, 100.0)}
     schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "näme": {"enum": ["x"]}}}
-    said = text(say(chat, count=300, json_schema=schema, sampling=bias))
+    said = text(say(chat, count=300, json_schema=schema, **bias))
     assert said == json.dumps(json.loads(said), ensure_ascii=False)
 
 
 def test_the_same_seed_is_the_same_answer(chat: Chat) -> None:
-    """A mask that hangs on earlier answers; an answer of another expression."""
-    options = {"json_schema": SCHEMA, "sampling": SamplingOptions(temperature=2, seed=9), "count": 400}
+    """Whatever was said before it, and to which constraint."""
+    options = {"json_schema": SCHEMA, "temperature": 2, "seed": 9, "count": 400}
     first = ids(say(chat, **options))
     say(chat, regex="[ab]{9}")
     assert ids(say(chat, **options)) == first
@@ -287,7 +286,7 @@ def test_the_same_seed_is_the_same_answer(chat: Chat) -> None:
 
 
 def test_log_probabilities_are_those_of_the_model(chat: Chat) -> None:
-    """Of masked logits: 0 for whatever is forced."""
+    """Not those of masked logits: 0 for whatever is forced."""
     free = say(chat, count=1, logprobs=3)[0]
     held = say(chat, count=1, logprobs=3, top_logits=3, regex="z")[0]
     assert held.top_logprobs == free.top_logprobs
@@ -296,22 +295,22 @@ def test_log_probabilities_are_those_of_the_model(chat: Chat) -> None:
 
 
 def test_a_constraint_is_compiled_once(chat: Chat) -> None:
-    request = GenerationRequest(constraint=as_constraint(json_schema=SCHEMA))
-    again = GenerationRequest(constraint=as_constraint(json_schema=json.dumps(SCHEMA)))
-    assert chat.options(request).grammar is chat.options(again).grammar
-    assert not chat.options(request).plain
-    assert "json_schema '{" in chat.options(request).describe()
+    request, again = (chat.request({"json_schema": schema}) for schema in (SCHEMA, json.dumps(SCHEMA)))
+    assert request.constraint is not None
+    assert request.constraint == again.constraint
+    assert chat._grammars.compile(request.constraint) is chat._grammars.compile(again.constraint)
+    assert not request.plain
+    assert "json_schema '{" in request.describe()
 
 
 def test_guesses_are_of_free_answers() -> None:
-    """Guesses verified against ids that the constraint does not allow."""
     speculating = opened(endless(), speculate=True)
     with pytest.raises(UserError, match=r"^speculate is greedy: no .* json_schema or regex"):
         say(speculating, regex="a")
 
 
 def test_ctrl_c_in_forced_text_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the library's, as which it comes out of its callback."""
+    """It is no error of the library's, out of whose callback it comes."""
     tokenizer = Tokenizer(byte_level_tokenizer())
     made = Grammars(tokenizer, Vocabulary(366, eos_token_ids=ENDS))
     matcher = made.compile(Constraint("regex", "a(bcd|efg)")).matcher()
@@ -365,10 +364,8 @@ SCHEMAS = st.recursive(
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_any_schema_is_kept_to(schema: dict[str, Any], seed: int) -> None:
-    """A keyword that is read in another way than JSON Schema says, or a schema of which nothing comes."""
-    tokens = say(
-        _shared(), [7, 8, 9], 900, json_schema=schema, sampling=SamplingOptions(temperature=5, seed=seed)
-    )
+    """Each keyword means what JSON Schema says."""
+    tokens = say(_shared(), [7, 8, 9], 900, json_schema=schema, temperature=5, seed=seed)
     assert tokens[-1].finish_reason is FinishReason.EOS
     assert fits(schema, json.loads(text(tokens))), text(tokens)
 
@@ -392,7 +389,7 @@ def _shared() -> Chat:
         ({"regex": "(a{1000}){1000}"}, "regex cannot be followed: .*too many expressions"),
         ({"regex": "a?" * 2049}, "regex of 4,098 characters: at most 4,096 are taken"),
         ({"regex": "\ud800"}, "half of a surrogate pair"),
-        ({"regex": 5}, "regex 5: a text wanted"),
+        ({"regex": 5}, "regex 5: a string wanted"),
         ({"regex": "a", "json_schema": {}}, "two constraints: give one"),
         ({"json_schema": []}, r"json_schema \[\]: an object, or true, wanted"),
         ({"json_schema": False}, "json_schema False: an object, or true, wanted"),
@@ -425,7 +422,7 @@ def test_what_cannot_be_followed_is_one_line(
 
 
 def test_definitions_through_definitions_are_compiled_or_refused(grammars: Grammars) -> None:
-    """The compiler calls itself for each: the process ended, sooner in a thread of a small stack."""
+    """The compiler calls itself for each: that ends no process, not in a thread of a small stack either."""
 
     def chain(count: int) -> dict[str, Any]:
         kinds = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(count)}
@@ -479,7 +476,6 @@ def test_wrong_files_are_one_line(tmp_path: Path, content: bytes | None, mention
 
 
 def test_threads_that_compile_leave_other_threads_their_stacks() -> None:
-    """Every later thread of the program with 128 MiB."""
     before = threading.stack_size()
     made = [load(tiny(), provider="cpu", threads=1) for _ in range(3)]
 

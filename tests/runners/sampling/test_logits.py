@@ -14,20 +14,18 @@ from qwen_onnx.runners.sampling.logits import (
     Candidates,
     candidates,
     draw,
-    log_normaliser,
+    log_normalizer,
     top,
     top_k_ids,
     top_p_ids,
-    with_temperature,
-)
-from qwen_onnx.runners.sampling.params import Sampling
-from qwen_onnx.runners.sampling.penalties import (
     with_bias,
     with_count_penalties,
     with_repetition_penalty,
+    with_temperature,
     without_ids,
 )
-from qwen_onnx.runners.sampling.sampler import Chooser
+from qwen_onnx.runners.sampling.request import Request
+from qwen_onnx.runners.sampling.sampler import Sampler
 
 NEVER = -math.inf
 PROBABILITIES = [0.1, 0.5, 0.15, 0.25]
@@ -41,9 +39,9 @@ def array(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def left(choosing: Chooser, logits: np.ndarray) -> list[int]:
+def left(sampler: Sampler, logits: np.ndarray) -> list[int]:
     """Ids that can be drawn."""
-    return ids_of(choosing.candidates(choosing.penalised(logits)))
+    return ids_of(sampler.candidates(sampler.penalized(logits)))
 
 
 def ids_of(left: Candidates) -> list[int]:
@@ -56,7 +54,7 @@ def shares(weights: np.ndarray) -> np.ndarray:
 
 
 def test_temperature_divides_the_logits() -> None:
-    """A temperature applied to probabilities, or multiplied: 0.5 doubles the differences, squares the shares."""
+    """0.5 doubles the differences, and so squares the shares."""
     squares = np.square(PROBABILITIES)
     np.testing.assert_allclose(shares(with_temperature(LOGITS, 0.5)), squares / squares.sum(), rtol=1e-5)
     roots = np.sqrt(PROBABILITIES)
@@ -68,12 +66,12 @@ def test_temperature_divides_the_logits() -> None:
     [(0, [0, 1, 2, 3]), (1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3]), (99, [0, 1, 2, 3])],
 )
 def test_top_k_keeps_the_best(k: int, wanted: list[int]) -> None:
-    """One too many or too few; k beyond the vocabulary is an error of NumPy's."""
+    """0, and k of the vocabulary's size or beyond it, keep all."""
     assert ids_of(candidates(LOGITS, top_k=k)) == wanted
 
 
 def test_top_k_keeps_equals_of_the_last() -> None:
-    """As in transformers: which of two equals would be cut is nobody's to say."""
+    """As in transformers: no rule says which of two equals would go."""
     assert top_k_ids(array(2, 1, 3, 2, 0), 2).tolist() == [0, 2, 3]
 
 
@@ -90,25 +88,25 @@ def test_top_k_keeps_equals_of_the_last() -> None:
     ],
 )
 def test_top_p_keeps_the_fewest_that_reach_it(p: float, wanted: list[int]) -> None:
-    """The token that crosses the limit is cut; p = 0 leaves nothing to draw from."""
+    """The token that crosses the limit stays; p = 0 keeps the best one."""
     assert ids_of(candidates(LOGITS, top_p=p)) == wanted
 
 
 def test_top_p_that_is_reached_exactly_needs_no_more() -> None:
-    """One more than the fewest, where sums meet the limit to the last bit."""
+    """Sums that meet the limit to the last bit have reached it."""
     assert top_p_ids(array(0.5, 0.25, 1, 0.25), 0.5).tolist() == [2]
     assert top_p_ids(array(0.5, 0.25, 1, 0.25), 0.75).tolist() == [0, 2]
 
 
 def test_top_p_of_equals_keeps_as_many_as_it_takes_lowest_ids_first() -> None:
-    """All equals kept, and top_p does nothing over flat logits; or others each time."""
+    """top_p cuts flat logits too, the same ids each time."""
     assert top_p_ids(np.ones(10, np.float32), 0.35).tolist() == [0, 1, 2, 3]
     assert top_p_ids(array(0.02, 1, 0.02, 0.02), 0.98).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("min_p", "wanted"), [(0, [0, 1, 2, 3]), (0.25, [1, 2, 3]), (0.4, [1, 3]), (1, [1])])
 def test_min_p_is_a_share_of_the_best(min_p: float, wanted: list[int]) -> None:
-    """Taken as a probability: 0.25 would then keep two."""
+    """As a probability, 0.25 would keep two."""
     assert ids_of(candidates(LOGITS, min_p=min_p)) == wanted
 
 
@@ -116,13 +114,12 @@ def test_min_p_is_a_share_of_the_best(min_p: float, wanted: list[int]) -> None:
     ("uniform", "wanted"), [(0.0, 0), (0.09, 0), (0.11, 1), (0.59, 1), (0.61, 2), (0.76, 3)]
 )
 def test_draw_goes_through_the_ids_in_their_order(uniform: float, wanted: int) -> None:
-    """The next id instead of this one."""
     assert draw(array(*PROBABILITIES), uniform) == wanted
     assert draw(array(*PROBABILITIES) * 7, uniform) == wanted
 
 
 def test_draw_never_takes_what_is_cut_off() -> None:
-    """At 0 the first id of all, at the end the last one of all, whatever their weight."""
+    """Not even at 0, and at the last number below 1."""
     weights = array(0, 1, 0, 1, 0)
     assert [draw(weights, uniform) for uniform in (0.0, 0.49, 0.51, math.nextafter(1, 0))] == [1, 1, 3, 3]
     assert draw(array(1, 1e-45, 0), math.nextafter(1, 0)) == 0
@@ -130,7 +127,7 @@ def test_draw_never_takes_what_is_cut_off() -> None:
 
 @pytest.mark.parametrize("size", [511, 512, 513, 3000])
 def test_a_draw_over_a_large_vocabulary_is_that_of_plain_running_sums(size: int) -> None:
-    """Sums block by block: an index in the wrong block, or at the seam of two."""
+    """Sums go block by block; the id is right in each block and at the seams."""
     rng = np.random.default_rng(size)
     weights = rng.exponential(size=size).astype(np.float32)
     weights[rng.integers(0, size, size // 2)] = 0
@@ -143,19 +140,19 @@ def test_a_draw_over_a_large_vocabulary_is_that_of_plain_running_sums(size: int)
 
 
 def test_repetition_penalty() -> None:
-    """Negative logits divided too, which makes them likelier; an id seen twice penalised twice."""
+    """Positive logits are divided, negative ones multiplied, which makes both less likely."""
     found = with_repetition_penalty(array(2, -2, 0, 3), np.array([0, 1, 2]), 2.0)
     assert found.tolist() == [1, -4, 0, 3]
 
 
 def test_presence_and_frequency_penalty() -> None:
-    """Frequency that does not count; presence that does."""
+    """Frequency counts how often, presence only whether."""
     found = with_count_penalties(array(3, 1, 0), np.array([2, 1, 0]), presence=0.5, frequency=0.25)
     assert found.tolist() == [2, 0.25, 0]
 
 
 def test_bias_and_exclusion() -> None:
-    """Given logits that are changed in place: log probabilities of them are wrong after that."""
+    """The logits that are given stay what they are: log probabilities are made of them later."""
     logits = array(1, 2, 3)
     assert with_bias(logits, {2: -4, 0: 1.5}).tolist() == [2.5, 2, -1]
     assert without_ids(logits, {1, 7}).tolist() == [1, NEVER, 3]
@@ -163,54 +160,53 @@ def test_bias_and_exclusion() -> None:
 
 
 def test_log_probabilities_are_those_of_float64() -> None:
-    """f32 sums: off in the seventh digit, and positive for an id that is all but certain."""
-    np.testing.assert_allclose(np.exp(LOGITS - log_normaliser(LOGITS)), PROBABILITIES, rtol=1e-6)
-    assert 30 - log_normaliser(array(30, 0, NEVER)) == pytest.approx(-math.exp(-30), rel=0.05)
-    assert log_normaliser(array(LARGEST, -LARGEST)) == LARGEST
+    """Sums of f32 would be off in the seventh digit, and positive for an id that is all but certain."""
+    np.testing.assert_allclose(np.exp(LOGITS - log_normalizer(LOGITS)), PROBABILITIES, rtol=1e-6)
+    assert 30 - log_normalizer(array(30, 0, NEVER)) == pytest.approx(-math.exp(-30), rel=0.05)
+    assert log_normalizer(array(LARGEST, -LARGEST)) == LARGEST
 
 
 def test_the_best_logits_are_sorted_the_lower_id_of_equals_first() -> None:
-    """Equals at the limit that are cut by chance."""
     assert top(array(1, 3, 1, NEVER, 2, 1), 3) == [(1, 3.0), (4, 2.0), (0, 1.0)]
     assert top(array(1, NEVER), 9) == [(0, 1.0)]
     assert top(array(NEVER), 1) == top(array(1), 0) == []
 
 
-def chooser(size: int, prompt: Sequence[int] = (), *, least: int = 0, **values: Any) -> Chooser:
-    return Chooser(Sampling(**values), prompt, size=size, eos_token_ids={0}, min_new_tokens=least)
+def sampler_of(size: int, prompt: Sequence[int] = (), **values: Any) -> Sampler:
+    return Sampler(Request(**values), prompt, size=size, eos_token_ids={0})
 
 
 def test_every_processor_in_its_order() -> None:
-    """Bias after the penalty, penalties after the temperature, a share taken before the cut before it."""
-    choosing = chooser(
-        6, [1, 9], least=1, do_sample=True, temperature=0.5, top_k=3, logit_bias={1: -3.0},
+    """Bias, penalties, temperature, then the cuts: top_p is over what top_k left."""
+    sampler = sampler_of(
+        6, [1, 9], min_new_tokens=1, do_sample=True, temperature=0.5, top_k=3, logit_bias={1: -3.0},
         repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5,
     )  # fmt: skip
-    choosing.take(2)
-    choosing.take(2)
+    sampler.take(2)
+    sampler.take(2)
     # Id 1: (1 - 3) * 2 = -4; id 2: 6 / 2 - 0.25 - 2 * 0.5 = 1.75.
-    scores = choosing.penalised(array(9, 1, 6, 1.5, 2, 1))
+    scores = sampler.penalized(array(9, 1, 6, 1.5, 2, 1))
     assert scores.tolist() == [9, -4, 1.75, 1.5, 2, 1]
-    ids, weights = choosing.candidates(scores)
+    ids, weights = sampler.candidates(scores)
     assert ids.tolist() == [0, 2, 4]
     np.testing.assert_allclose(np.log(weights), [0, (1.75 - 9) / 0.5, (2 - 9) / 0.5], rtol=1e-6)
     # top_p is over what top_k left: alone, 0.6 would keep id 3 too.
-    both = chooser(4, do_sample=True, top_k=2, top_p=0.6)
+    both = sampler_of(4, do_sample=True, top_k=2, top_p=0.6)
     assert left(both, LOGITS) == [1]
-    assert left(chooser(4, do_sample=True, top_p=0.6), LOGITS) == [1, 3]
+    assert left(sampler_of(4, do_sample=True, top_p=0.6), LOGITS) == [1, 3]
 
 
 def test_penalties_hold_for_greedy_too() -> None:
     """As in transformers, whose processors run without do_sample; temperature and cuts change nothing there."""
-    choosing = chooser(3, repetition_penalty=2.0, temperature=0.1, top_k=1)
-    assert [choosing.choose(array(5, 4, 3)) for _ in range(4)] == [0, 1, 2, 0]
-    assert [chooser(3).choose(array(5, 4, 3)) for _ in range(2)] == [0, 0]
+    sampler = sampler_of(3, repetition_penalty=2.0, temperature=0.1, top_k=1)
+    assert [sampler.choose(array(5, 4, 3)) for _ in range(4)] == [0, 1, 2, 0]
+    assert [sampler_of(3).choose(array(5, 4, 3)) for _ in range(2)] == [0, 0]
 
 
 def test_an_end_token_is_held_off() -> None:
-    """One token too early or too late."""
-    choosing = chooser(3, least=2)
-    assert [choosing.choose(array(5, 4, 3)) for _ in range(4)] == [1, 1, 0, 0]
+    """For exactly `min_new_tokens` tokens."""
+    sampler = sampler_of(3, min_new_tokens=2)
+    assert [sampler.choose(array(5, 4, 3)) for _ in range(4)] == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -242,17 +238,17 @@ def test_an_end_token_is_held_off() -> None:
     ids=str,
 )
 def test_ill_formed_logits(logits: np.ndarray, values: dict[str, Any]) -> None:
-    """NaN out of infinity less infinity: an id that was excluded, or the same one for ever."""
-    choosing = chooser(logits.size, [0], do_sample=True, seed=1, **values)
+    """Infinity less infinity makes no NaN: no id that was excluded is drawn, and one is always left."""
+    sampler = sampler_of(logits.size, [0], do_sample=True, seed=1, **values)
     for _ in range(20):
-        _, weights = choosing.candidates(choosing.penalised(logits))
+        _, weights = sampler.candidates(sampler.penalized(logits))
         assert weights.max() == 1
         assert weights.min() >= 0
-        assert logits[choosing.choose(logits)] > NEVER
+        assert logits[sampler.choose(logits)] > NEVER
 
 
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_flat() -> None:
-    assert {chooser(4, do_sample=True, temperature=1e-30).choose(LOGITS) for _ in range(20)} == {1}
+    assert {sampler_of(4, do_sample=True, temperature=1e-30).choose(LOGITS) for _ in range(20)} == {1}
     np.testing.assert_allclose(with_temperature(LOGITS, 1e300), [1] * 4, rtol=1e-6)
 
 
@@ -260,9 +256,9 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_flat() -> None:
     "values", [{"do_sample": True}, {"repetition_penalty": 2.0}], ids=["drawn", "greedy"]
 )
 def test_nothing_left_to_choose_is_said(values: dict[str, Any]) -> None:
-    """Token 0, which was excluded as all others."""
+    """It is an error, not token 0, which was excluded as all others."""
     with pytest.raises(UserError, match="no token is left"):
-        chooser(3, **values).choose(np.full(3, NEVER, np.float32))
+        sampler_of(3, **values).choose(np.full(3, NEVER, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -280,34 +276,34 @@ def test_nothing_left_to_choose_is_said(values: dict[str, Any]) -> None:
 def test_what_is_drawn_is_distributed_as_it_should_be(
     values: dict[str, Any], wanted: Sequence[float]
 ) -> None:
-    """A draw that is none: skewed to one side, or from the shares before the cut. Five sigma, and a fixed seed."""
+    """Within five sigma, of a fixed seed."""
     count = 4000
-    choosing = chooser(4, do_sample=True, seed=3, **values)
-    found = np.bincount([choosing.choose(LOGITS) for _ in range(count)], minlength=4)
+    sampler = sampler_of(4, do_sample=True, seed=3, **values)
+    found = np.bincount([sampler.choose(LOGITS) for _ in range(count)], minlength=4)
     sigma = np.sqrt(count * np.multiply(wanted, np.subtract(1, wanted)))
     assert (np.abs(found - count * np.array(wanted)) <= 5 * sigma).all(), found
 
 
 def test_the_same_seed_draws_the_same_and_none_another() -> None:
-    """A global generator that others draw from; a seed that is ignored."""
+    """Each answer has a generator of its own."""
     drawn = [
-        [choosing.choose(LOGITS) for _ in range(60)]
-        for choosing in (chooser(4, do_sample=True, seed=seed) for seed in (5, 5, 6, None, None))
+        [sampler.choose(LOGITS) for _ in range(60)]
+        for sampler in (sampler_of(4, do_sample=True, seed=seed) for seed in (5, 5, 6, None, None))
     ]
     assert drawn[0] == drawn[1]
     assert len({tuple(ids) for ids in drawn}) == 4
 
 
 def test_a_cut_does_not_shift_the_random_numbers() -> None:
-    """One number a token: what is drawn after a step does not hang on what was cut in it."""
-    free, cut = (chooser(4, do_sample=True, seed=9) for _ in range(2))
+    """One number a token: what is drawn after a step does not depend on what was cut in it."""
+    free, cut = (sampler_of(4, do_sample=True, seed=9) for _ in range(2))
     free.choose(LOGITS)
     cut.choose(array(NEVER, NEVER, 0, NEVER))
     assert [cut.choose(LOGITS) for _ in range(30)] == [free.choose(LOGITS) for _ in range(30)]
 
 
 def test_a_large_vocabulary_is_cut_as_a_small_one() -> None:
-    """Ids left out before they are sorted, that belonged to the best: checked against sorting all."""
+    """Ids are left out before the rest is sorted; the same ids stay as when all are sorted."""
     rng = np.random.default_rng(0)
     for spread in (0.01, 1, 5):
         weights = with_temperature((spread * rng.standard_normal(30_000)).astype(np.float32), 1.0)

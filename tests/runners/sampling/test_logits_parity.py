@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen_onnx.runners.sampling.logits import Candidates, candidates, log_normaliser, with_temperature
-from qwen_onnx.runners.sampling.params import Sampling
-from qwen_onnx.runners.sampling.penalties import with_repetition_penalty, without_ids
-from qwen_onnx.runners.sampling.sampler import Chooser
+from qwen_onnx.runners.sampling.logits import (
+    Candidates,
+    candidates,
+    log_normalizer,
+    with_repetition_penalty,
+    with_temperature,
+    without_ids,
+)
+from qwen_onnx.runners.sampling.request import Request
+from qwen_onnx.runners.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.transformers
 
@@ -37,7 +43,7 @@ def assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(wanted))
     found, wanted = (scores[np.isfinite(scores)] for scores in (found, wanted))
     np.testing.assert_allclose(
-        found - log_normaliser(found), wanted - log_normaliser(wanted), rtol=1e-5, atol=1e-5
+        found - log_normalizer(found), wanted - log_normalizer(wanted), rtol=1e-5, atol=1e-5
     )
 
 
@@ -156,17 +162,16 @@ def generate() -> Callable[..., Any]:
     ids=str,
 )
 def test_what_generate_draws_from(settings: dict[str, Any], generate: Callable[..., Any]) -> None:
-    """Another order; a penalty that leaves the prompt out; end tokens held off a token too long."""
+    """Our processors are theirs, in their order: penalties count the prompt, end tokens are held off as long."""
     settings = {"do_sample": True, **settings}
     prompt, least, most = [3, 17, 17, 250, 8], 6, 24
     made = generate(prompt, max_new_tokens=most, min_new_tokens=least, **settings)
     ids = made.sequences[0, len(prompt) :].tolist()
-    chooser = Chooser(
-        Sampling(**settings), prompt, size=VOCAB, eos_token_ids=frozenset(EOS), min_new_tokens=least
-    )
+    request = Request(min_new_tokens=least, **settings)
+    sampler = Sampler(request, prompt, size=VOCAB, eos_token_ids=frozenset(EOS))
     for token_id, logits, scores in zip(ids, made.logits, made.scores, strict=True):
-        ours = chooser.penalised(logits[0].numpy())
-        drawn_from = filled(chooser.candidates(ours)) if settings["do_sample"] else ours
+        ours = sampler.penalized(logits[0].numpy())
+        drawn_from = filled(sampler.candidates(ours)) if settings["do_sample"] else ours
         assert_same(drawn_from, scores[0].numpy())
-        chooser.take(token_id)
+        sampler.take(token_id)
     assert len(ids) > least

@@ -13,8 +13,10 @@ import pytest
 
 import qwen_onnx
 from qwen_onnx import UserError
-from qwen_onnx.runners.sampling.generation_config import GenerationDefaults, read_defaults
-from qwen_onnx.runners.sampling.params import Sampling, SamplingOptions, in_force
+from qwen_onnx.options import declared, given, made
+from qwen_onnx.runners.sampling.generation_config import GenerationConfig, read_generation_config
+from qwen_onnx.runners.sampling.params import GREEDY, SamplingParams, merged
+from qwen_onnx.runners.sampling.request import PLAIN, Request
 
 QWEN = {  # as Qwen2.5-0.5B-Instruct has it
     "bos_token_id": 151643,
@@ -29,9 +31,14 @@ QWEN = {  # as Qwen2.5-0.5B-Instruct has it
 }
 
 
-def defaults(folder: Path, values: dict[str, Any]) -> GenerationDefaults:
+def config(folder: Path, values: dict[str, Any]) -> GenerationConfig:
     (folder / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")
-    return read_defaults(folder)
+    return read_generation_config(folder)
+
+
+def in_force(defaults: GenerationConfig, **asked: Any) -> Request:
+    """As `Chat.request`."""
+    return made(Request, merged(defaults.given, given(Request, asked)))
 
 
 @pytest.mark.parametrize(
@@ -48,11 +55,12 @@ def defaults(folder: Path, values: dict[str, Any]) -> GenerationDefaults:
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named(name: str, value: object) -> None:
-    """NaN or a text that is compared and passes; an error of NumPy's in the middle of an answer."""
-    with pytest.raises(UserError, match=f"^{name}") as raised:
-        SamplingOptions(**{name: value})
-    assert "\n" not in str(raised.value)
-    assert "wanted" in str(raised.value)
+    """Before anything is computed, in one line that says what is wanted."""
+    for kind in (SamplingParams, Request):
+        with pytest.raises(UserError, match=f"^{name}") as raised:
+            kind(**{name: value})
+        assert "\n" not in str(raised.value)
+        assert "wanted" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -64,54 +72,54 @@ def test_a_wrong_value_is_named(name: str, value: object) -> None:
     ],
 )  # fmt: skip
 def test_the_limits_are_allowed(name: str, value: object) -> None:
-    assert getattr(SamplingOptions(**{name: value}), name) == value
+    assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 def test_options_are_frozen_and_copy_their_bias() -> None:
-    """A bias that changes while an answer is made."""
+    """What is asked for stays what it is while an answer is made."""
     bias = {1: 2.0}
-    options = SamplingOptions(logit_bias=bias)
+    options = SamplingParams(logit_bias=bias)
     bias[1] = 3.0
     assert options.logit_bias == {1: 2.0}
-    assert hash(options) == hash(SamplingOptions())
+    assert hash(options) == hash(SamplingParams())
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.top_k = 3  # type: ignore[misc]
 
 
 def test_everything_in_the_file_is_in_force(tmp_path: Path) -> None:
-    """Hidden defaults, or defaults dropped (E7 in docs/faults.md)."""
     more = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -1, "max_new_tokens": 2048,
             "min_new_tokens": 3, "stop_strings": ["END", "\n\n"]}  # fmt: skip
-    found = defaults(tmp_path, {**QWEN, **more})
-    assert in_force(SamplingOptions(), found.sampling) == Sampling(
+    found = config(tmp_path, {**QWEN, **more})
+    assert in_force(found) == Request(
         do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.1,
-        presence_penalty=0.5, frequency_penalty=-1,
+        presence_penalty=0.5, frequency_penalty=-1, max_new_tokens=2048, min_new_tokens=3, stop=("END", "\n\n"),
     )  # fmt: skip
-    assert (found.max_new_tokens, found.min_new_tokens, found.stop) == (2048, 3, ("END", "\n\n"))
     assert found.ignored == ()
 
 
 def test_a_file_that_says_nothing_is_greedy(tmp_path: Path) -> None:
     """No file, an empty one, nulls: as transformers, which then sets do_sample to False."""
-    wanted = GenerationDefaults()
-    assert read_defaults(tmp_path) == wanted
-    assert defaults(tmp_path, {}) == wanted
-    assert defaults(tmp_path, dict.fromkeys([*QWEN, "max_new_tokens", "stop_strings"])) == wanted
-    assert in_force(SamplingOptions(), wanted.sampling) == Sampling()
-    assert Sampling().plain
+    wanted = GenerationConfig()
+    assert read_generation_config(tmp_path) == wanted
+    assert config(tmp_path, {}) == wanted
+    assert config(tmp_path, dict.fromkeys([*QWEN, "max_new_tokens", "stop_strings"])) == wanted
+    found = in_force(wanted)
+    assert found == Request()
+    assert found.plain
+    assert (found.max_new_tokens, found.min_new_tokens, found.stops) == (None, 0, ())
 
 
 def test_do_sample_false_is_greedy_with_the_penalty(tmp_path: Path) -> None:
-    found = in_force(SamplingOptions(), defaults(tmp_path, {**QWEN, "do_sample": False}).sampling)
+    found = in_force(config(tmp_path, {**QWEN, "do_sample": False}))
     assert not found.do_sample
     assert found.repetition_penalty == 1.1
     assert not found.plain
 
 
 def test_what_is_not_supported_is_named_and_what_does_nothing_is_not(tmp_path: Path) -> None:
-    """An answer unlike that of transformers, and no word of why."""
-    found = defaults(tmp_path, {**QWEN, "num_beams": 4, "no_repeat_ngram_size": 0, "typical_p": 0.9,
-                                "length_penalty": 1.0, "use_cache": True, "a_new_one": [1]})  # fmt: skip
+    """Namely what would make another answer in transformers."""
+    found = config(tmp_path, {**QWEN, "num_beams": 4, "no_repeat_ngram_size": 0, "typical_p": 0.9,
+                              "length_penalty": 1.0, "use_cache": True, "a_new_one": [1]})  # fmt: skip
     assert found.ignored == ("num_beams 4", "typical_p 0.9", "a_new_one [1]")
 
 
@@ -129,7 +137,7 @@ def test_what_is_not_supported_is_named_and_what_does_nothing_is_not(tmp_path: P
 def test_a_wrong_value_in_the_file_names_file_and_key(values: dict[str, Any], tmp_path: Path) -> None:
     (name,) = values
     with pytest.raises(UserError, match=rf"generation_config\.json: {name.removesuffix('_strings')}"):
-        defaults(tmp_path, values)
+        config(tmp_path, values)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +156,16 @@ def test_a_wrong_value_in_the_file_names_file_and_key(values: dict[str, Any], tm
 def test_what_is_asked_for_overrides_the_file(
     asked: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """One value given, and the others are lost; a neutral value taken for none."""
-    file = defaults(tmp_path, QWEN).sampling
-    before = in_force(SamplingOptions(), file)
-    assert in_force(SamplingOptions(**asked), file) == dataclasses.replace(before, **changes)
+    """Value by value: the others stay the file's; a neutral value is a value."""
+    file = config(tmp_path, QWEN)
+    assert in_force(file, **asked) == dataclasses.replace(in_force(file), **changes)
+
+
+def test_none_leaves_a_value_to_the_file(tmp_path: Path) -> None:
+    file = config(tmp_path, {**QWEN, "stop_strings": ["END"]})
+    assert in_force(file, **dict.fromkeys(declared(Request))) == in_force(file)
+    assert in_force(file, stop=None).stops == ("END",)
+    assert in_force(file, stop=()).stops == ()
 
 
 @pytest.mark.parametrize(
@@ -164,28 +178,31 @@ def test_what_is_asked_for_overrides_the_file(
     ids=str,
 )  # fmt: skip
 def test_who_asks_for_sampling_gets_it(asked: dict[str, Any], draws: bool) -> None:
-    """`temperature does nothing` (E7 in docs/faults.md), since the file says do_sample false."""
-    assert in_force(SamplingOptions(**asked), SamplingOptions(do_sample=False)).do_sample == draws
+    """Though the file says do_sample false."""
+    assert in_force(GenerationConfig({"do_sample": False}), **asked).do_sample == draws
 
 
-def test_greedy_leaves_nothing_of_the_file(tmp_path: Path) -> None:
-    """Golden ids and benchmarks that hang on a repetition penalty."""
-    file = defaults(tmp_path, {**QWEN, "presence_penalty": 1.0, "frequency_penalty": 1.0}).sampling
-    assert in_force(SamplingOptions.greedy(), file).plain
+@pytest.mark.parametrize("asked", [GREEDY, PLAIN], ids=["greedy", "plain"])
+def test_greedy_leaves_nothing_of_the_file(asked: dict[str, Any], tmp_path: Path) -> None:
+    """Golden ids and benchmarks do not depend on a repetition penalty."""
+    file = config(tmp_path, {**QWEN, "presence_penalty": 1.0, "frequency_penalty": 1.0})
+    assert in_force(file, **asked).plain
 
 
 def test_the_values_are_described() -> None:
-    assert Sampling(do_sample=True, temperature=0.7, logit_bias={5: -1.0}).describe() == (
+    drawn = SamplingParams(do_sample=True, temperature=0.7, logit_bias={5: -1.0})
+    assert drawn.describe() == (
         "sampling, temperature 0.7, top_k 0, top_p 1, min_p 0, repetition_penalty 1, presence_penalty 0, "
         "frequency_penalty 0, logit_bias 5=-1, seed none"
     )
-    assert Sampling(temperature=0.7).describe() == (
+    assert SamplingParams(temperature=0.7).describe() == (
         "greedy, repetition_penalty 1, presence_penalty 0, frequency_penalty 0, logit_bias none"
     )
 
 
 def test_the_package_hands_them_out() -> None:
-    assert qwen_onnx.SamplingOptions is SamplingOptions
-    assert "SamplingOptions" in qwen_onnx.__all__
+    assert qwen_onnx.SamplingParams is SamplingParams
+    assert qwen_onnx.Request is Request
+    assert {"Request", "SamplingParams"} <= set(qwen_onnx.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         qwen_onnx.nothing  # noqa: B018

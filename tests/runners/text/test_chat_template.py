@@ -52,7 +52,7 @@ CONVERSATIONS: dict[str, Messages] = {
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("source", [QWEN25_LIKE, QWEN3_LIKE], ids=["qwen2.5", "qwen3"])
 def test_prompt_is_that_of_transformers(source: str, conversation: str) -> None:
-    """One character off the prompt of training: a newline kept, HTML escaped, reasoning not dropped."""
+    """Character by character: it is what the model was trained with."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())
     messages = CONVERSATIONS[conversation]
@@ -100,7 +100,7 @@ def test_prompt_is_that_of_transformers(source: str, conversation: str) -> None:
     ],
 )
 def test_features_behave_as_in_transformers(source: str) -> None:
-    """A bound or a sandbox rule of ours that changes what an honest template writes."""
+    """No bound or sandbox rule of ours changes what an honest template writes."""
     transformers = pytest.importorskip("transformers")
     special = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), **special)
@@ -112,7 +112,7 @@ def test_features_behave_as_in_transformers(source: str) -> None:
 
 
 def test_golden_qwen25() -> None:
-    """The default system prompt lost, HTML escapes in tool JSON, or tool answers in turns of their own."""
+    """The default system prompt is there, tool JSON has no HTML escapes, tool answers share a turn."""
     assert ChatTemplate(QWEN25_LIKE).render([USER, CALL, TOOL, TOOL], tools=TOOLS) == (
         "<|im_start|>system\nYou are a small test model.\n\n# Tools\n<tools>\n"
         '{"type": "function", "function": {"name": "weather", "description": "Wetter für <city> & \'more\'"}}\n'
@@ -128,7 +128,7 @@ def test_golden_qwen25() -> None:
 
 
 def test_golden_qwen3() -> None:
-    """Earlier reasoning kept in the history, or the thinking switch without effect."""
+    """Earlier reasoning is left out of the history; the thinking switch has its effect."""
     template = ChatTemplate(QWEN3_LIKE)
     history = (
         "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\n<|im_end|>\n"
@@ -172,7 +172,7 @@ NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "templat
     ],
 )
 def test_where_the_template_is_found(tmp_path: Path, files: Mapping[str, object]) -> None:
-    """'Template not found', or the outdated one, since saves put it into chat_template.jinja."""
+    """chat_template.jinja comes first: saves put it there, and leave the others outdated."""
     template = ChatTemplate.from_folder(write_folder(tmp_path, files))
     assert template is not None
     assert template.source == "found"
@@ -189,8 +189,8 @@ def test_where_the_template_is_found(tmp_path: Path, files: Mapping[str, object]
         {"tokenizer_config.json": {"chat_template": []}},
     ],
 )
-def test_a_model_without_template(tmp_path: Path, files: Mapping[str, object]) -> None:
-    """A base model that gets an empty or an invented prompt."""
+def test_a_model_may_have_no_template(tmp_path: Path, files: Mapping[str, object]) -> None:
+    """It gets neither an empty nor an invented one."""
     assert ChatTemplate.from_folder(write_folder(tmp_path, files)) is None
 
 
@@ -210,7 +210,6 @@ def test_a_model_without_template(tmp_path: Path, files: Mapping[str, object]) -
     ],
 )
 def test_damaged_templates_name_their_file(tmp_path: Path, files: Mapping[str, object], named: str) -> None:
-    """A traceback of Jinja or json for a file that the user could mend."""
     folder = write_folder(tmp_path, files)
     with pytest.raises(UserError) as caught:
         ChatTemplate.from_folder(folder)
@@ -219,14 +218,13 @@ def test_damaged_templates_name_their_file(tmp_path: Path, files: Mapping[str, o
 
 
 def test_a_template_that_is_not_utf8_names_its_file(tmp_path: Path) -> None:
-    """UnicodeDecodeError."""
     (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"chat_template\.jinja.*UTF-8"):
         ChatTemplate.from_folder(tmp_path)
 
 
 def test_special_tokens_as_string_object_or_null(tmp_path: Path) -> None:
-    """bos_token null printed as 'None' before every prompt; eos_token as an object printed as a dict."""
+    """null is undefined, an object is its content."""
     config = {
         "bos_token": None,
         "eos_token": {"content": "<|im_end|>", "special": True},
@@ -240,15 +238,14 @@ def test_special_tokens_as_string_object_or_null(tmp_path: Path) -> None:
     assert template.render([USER]) == "[False]<|im_end|><|endoftext|>"
 
 
-def test_the_date() -> None:
-    """Templates that write the date fail without strftime_now."""
+def test_a_template_can_write_the_date() -> None:
+    """Templates write it by strftime_now."""
     before = datetime.date.today().isoformat()
     text = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}").render([])
     assert text in {before, datetime.date.today().isoformat()}
 
 
 def test_messages_are_not_changed_and_may_be_any_mapping() -> None:
-    """A template, or our own preparation, that edits the history of the conversation."""
     messages = [dict(USER)]
     source = "{% set _ = messages[0].items() %}{{ messages[0].role }}"
     assert ChatTemplate(source).render(messages) == "user"

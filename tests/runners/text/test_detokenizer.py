@@ -62,7 +62,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 @settings(deadline=None, max_examples=200)
 @given(ids=ids_of(byte_level()), skip=st.booleans())
 def test_stream_equals_decode_for_any_ids(ids: list[int], skip: bool) -> None:
-    """Text lost, doubled or broken between tokens: invalid UTF-8, special, added, unknown and absurd ids."""
+    """Invalid UTF-8, special, added, unknown and absurd ids."""
     expected = byte_level().decode(ids, skip_special_tokens=skip)
     assert "".join(streamed(byte_level(), ids, skip_special_tokens=skip)) == expected
 
@@ -72,7 +72,7 @@ def test_stream_equals_decode_for_any_ids(ids: list[int], skip: bool) -> None:
     content=st.lists(st.sampled_from([*b"A\x80\xbf\xc2\xe0\xa0\xe2\x82\xac\xed\xf0\x9f\x94\xa5\xf4\x90\xff"]))
 )
 def test_stream_equals_decode_for_any_bytes(content: list[int]) -> None:
-    """A different count of U+FFFD for malformed bytes than decode gives: dense UTF-8 starts and stray ends."""
+    """As many U+FFFD for malformed bytes: dense UTF-8 starts and stray ends."""
     alphabet = bytes_to_ids()
     ids = [alphabet[byte] for byte in content]
     assert "".join(streamed(byte_level(), ids)) == byte_level().decode(ids)
@@ -82,7 +82,7 @@ def test_stream_equals_decode_for_any_bytes(content: list[int]) -> None:
 @settings(deadline=None, max_examples=200)
 @given(text=st.text())
 def test_stream_equals_decode_for_any_text(text: str) -> None:
-    """Characters split over tokens."""
+    """Its characters may be split over tokens."""
     ids = byte_level().encode(text)
     assert "".join(streamed(byte_level(), ids)) == byte_level().decode(ids)
 
@@ -91,7 +91,7 @@ def test_stream_equals_decode_for_any_text(text: str) -> None:
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_stream_equals_decode_for_other_decoders(name: str, data: st.DataObject) -> None:
-    """A window too short for a decoder that looks back: a first space dropped, a byte run judged by its half."""
+    """They look back: a first space is dropped, a run of bytes is judged as a whole."""
     tokenizer = other(name)
     ids, skip = data.draw(ids_of(tokenizer)), data.draw(st.booleans())
     expected = tokenizer.decode(ids, skip_special_tokens=skip)
@@ -124,22 +124,21 @@ def known_id(tokenizer: Tokenizer, text: str) -> int:
 
 
 @pytest.mark.parametrize("text", [E4, *NASTY])
-def test_every_cut_of_a_text(text: str) -> None:
-    """An answer cut inside a character by max_new_tokens: the held bytes vanished."""
+def test_stream_equals_decode_at_every_cut_of_a_text(text: str) -> None:
+    """Also inside a character, as max_new_tokens may cut."""
     ids = byte_level().encode(text)
     for end in range(len(ids) + 1):
         assert "".join(streamed(byte_level(), ids[:end])) == byte_level().decode(ids[:end])
 
 
 def test_held_bytes_come_out_at_the_end() -> None:
-    """Bytes of an unfinished character deleted to 'fix' U+FFFD in a stream."""
+    """Of an unfinished character, as U+FFFD."""
     ids = [i for char in "é🔥" for i in single_bytes(char)]
     assert streamed(byte_level(), ids) == ["", "é", "", "", "", "🔥", ""]
     assert streamed(byte_level(), ids[:-1]) == ["", "é", "", "", "", "�"]
 
 
 def test_certain_text_is_not_held_back() -> None:
-    """A stream that lags a token behind, or comes all at once at the end."""
     ids = byte_level().encode("The quick brown fox, it's tired.")
     texts = streamed(byte_level(), ids)
     assert all(texts[:-1])
@@ -151,22 +150,22 @@ def test_certain_text_is_not_held_back() -> None:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_special_tokens(skip: bool) -> None:
-    """<|im_end|> in the text; or a special token between two bytes, which decode does not see, kept them apart."""
+def test_special_tokens_come_where_they_are_not_skipped(skip: bool) -> None:
+    """Two bytes with a skipped one between them join, as in decode."""
     first, second = single_bytes("é")
     ids = [first, known_id(byte_level(), SPECIAL[2]), second]
     texts = streamed(byte_level(), ids, skip_special_tokens=skip)
     assert "".join(texts) == ("é" if skip else "�<|im_end|>�")
 
 
-def test_added_tokens() -> None:
-    """An added token with a space or beyond Latin-1 taken apart by the byte-level alphabet: KeyError or rubbish."""
+def test_added_tokens_are_those_of_decode() -> None:
+    """One with a space or beyond Latin-1 comes out as decode has it."""
     ids = [known_id(byte_level(), text) for text in ADDED]
     assert streamed(byte_level(), ids) == ["<think>", "an added tóken", "caf", "�"]
 
 
 def test_a_flushed_detokenizer_is_as_new() -> None:
-    """Bytes of one answer completed by the next."""
+    """Bytes of one text are not completed by the next."""
     first, second = single_bytes("é")
     detokenizer = StreamDetokenizer(byte_level())
     assert [detokenizer.push(first), detokenizer.flush()] == ["", "�"]
@@ -186,7 +185,7 @@ class CountingTokenizer(Tokenizer):
 
 @pytest.mark.parametrize("name", ["byte-level", "llama", "none"])
 def test_the_cost_of_a_push_does_not_grow(name: str) -> None:
-    """Decoding the whole answer again at each token: minutes in total for a long one."""
+    """Few ids are decoded again with each, however long the text is."""
     backend = (byte_level() if name == "byte-level" else other(name)).backend
     tokenizer = CountingTokenizer(backend)
     pattern: Sequence[int] = [i for i in range(tokenizer.size) if tokenizer.visible_token(i) is not None]

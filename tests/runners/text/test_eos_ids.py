@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.text.eos_ids import stop_ids
+from qwen_onnx.runners.text.eos_ids import eos_ids
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer
 from support.text_fixtures import QWEN25_LIKE, byte_level_tokenizer, write_folder
@@ -16,7 +16,7 @@ END_OF_TEXT, START, END_OF_TURN = (
 
 def found(folder: Path, files: Mapping[str, object]) -> set[int]:
     write_folder(folder, files)
-    return set(stop_ids(folder, Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)))
+    return set(eos_ids(folder, Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)))
 
 
 @pytest.mark.parametrize(
@@ -29,21 +29,23 @@ def found(folder: Path, files: Mapping[str, object]) -> set[int]:
     ],
     ids=["list", "int", "missing file", "config differs"],
 )
-def test_the_four_folders(tmp_path: Path, generation: object, config: object, expected: set[int]) -> None:
-    """<|im_end|> printed, then a made-up next turn; or stopping at an id that generation_config overrules."""
+def test_generation_config_is_asked_first(
+    tmp_path: Path, generation: object, config: object, expected: set[int]
+) -> None:
+    """generation_config.json overrules config.json."""
     assert found(tmp_path, {"generation_config.json": generation, "config.json": config}) == expected
 
 
 @pytest.mark.parametrize("nothing", [{}, {"eos_token_id": None}, {"eos_token_id": []}, None])
 def test_config_is_asked_where_generation_config_names_none(tmp_path: Path, nothing: object) -> None:
-    """A null or an empty list taken for 'never stop'."""
+    """A null or an empty list says nothing."""
     files = {"generation_config.json": nothing, "config.json": {"eos_token_id": [5, 6]}}
     assert found(tmp_path, files) == {5, 6}
 
 
 @pytest.mark.parametrize("eos", ["<|endoftext|>", {"content": "<|endoftext|>", "special": True}])
 def test_tokenizer_config_is_asked_last(tmp_path: Path, eos: object) -> None:
-    """A model that names its end only in tokenizer_config ran to the token limit."""
+    """Some models name their end nowhere else."""
     files = {
         "config.json": {"eos_token_id": None},
         "tokenizer_config.json": {"bos_token": None, "eos_token": eos},
@@ -54,18 +56,18 @@ def test_tokenizer_config_is_asked_last(tmp_path: Path, eos: object) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"eos_token": None}, {"eos_token": "</s>"}, {"eos_token": {}}, None])
 def test_a_model_may_name_no_end(tmp_path: Path, config: object) -> None:
-    """A crash on null, on a token that the tokenizer does not have, or on missing files."""
+    """By null, by a token that the tokenizer does not have, or by missing files."""
     assert found(tmp_path, {"tokenizer_config.json": config}) == set()
 
 
 def test_the_end_of_turn_of_the_template_is_added(tmp_path: Path) -> None:
-    """A base model turned chat model that keeps <|endoftext|> in its configs and never writes it."""
+    """A base model made a chat model may keep <|endoftext|> in its configs and never write it."""
     files = {"generation_config.json": {"eos_token_id": END_OF_TEXT}, "chat_template.jinja": QWEN25_LIKE}
     assert found(tmp_path, files) == {END_OF_TEXT, END_OF_TURN}
 
 
 def test_only_a_token_that_the_template_writes_is_added(tmp_path: Path) -> None:
-    """Answers cut at <|im_end|> by a model whose turns end otherwise, or that spells it with several tokens."""
+    """Not <|im_end|> where turns end otherwise, or where it is several tokens."""
     files: dict[str, object] = {"config.json": {"eos_token_id": 5}}
     assert found(tmp_path, {**files, "chat_template.jinja": "{{ messages }}"}) == {5}
     without = byte_level_tokenizer().to_str().replace("<|im_end|>", "<|turn_end|>")
@@ -77,20 +79,19 @@ def test_only_a_token_that_the_template_writes_is_added(tmp_path: Path) -> None:
     "value", ["5", "", True, False, -1, 5.0, {}, [5, "6"], [None], [True], [-1], [[5]], [5.0]]
 )
 def test_a_wrong_type_names_file_and_key(tmp_path: Path, name: str, value: object) -> None:
-    """true taken for token 1, a string silently ignored."""
+    """true is not token 1, and a string is not passed over."""
     with pytest.raises(UserError, match=rf"{name}: eos_token_id"):
         found(tmp_path, {name: {"eos_token_id": value}})
 
 
 @pytest.mark.parametrize("value", [5, True, ["<|im_end|>"], {"content": 5}])
 def test_a_wrong_eos_token_names_file_and_key(tmp_path: Path, value: object) -> None:
-    """AttributeError on an eos_token that is neither text nor an object."""
+    """Where it is neither text nor an object."""
     write_folder(tmp_path, {"tokenizer_config.json": {"eos_token": value}})
     with pytest.raises(UserError, match=r"tokenizer_config\.json: eos_token"):
-        stop_ids(tmp_path, Tokenizer.from_folder(tmp_path), None)
+        eos_ids(tmp_path, Tokenizer.from_folder(tmp_path), None)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    """JSONDecodeError."""
     with pytest.raises(UserError, match=r"generation_config\.json"):
         found(tmp_path, {"generation_config.json": "{"})

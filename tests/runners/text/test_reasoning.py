@@ -29,8 +29,8 @@ def joined(pieces: list[Said]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("text", "begun", "reasoning", "answer"), CASES)
-def test_split(text: str, begun: bool, reasoning: str, answer: str) -> None:
-    """A tag that comes in two tokens is shown; line ends around the block are part of the answer."""
+def test_reasoning_and_answer_are_parted(text: str, begun: bool, reasoning: str, answer: str) -> None:
+    """Wherever the text is cut: the tags of the block and the line ends around it are in neither."""
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1):
             splitter = ReasoningSplitter(begun=begun)
@@ -42,7 +42,7 @@ def test_split(text: str, begun: bool, reasoning: str, answer: str) -> None:
 
 
 def test_text_is_not_held_back() -> None:
-    """An answer that shows nothing before it ends."""
+    """Only what may be a tag, or a line end before one, waits."""
     splitter = ReasoningSplitter()
     assert splitter.push("<think>Two") == Said("Two")
     assert splitter.push(" and\n") == Said(" and")
@@ -52,7 +52,7 @@ def test_text_is_not_held_back() -> None:
 
 
 def test_reasoning_that_was_cut_short_is_closed() -> None:
-    """Templates look for the closing tag to drop it; without one the model reads it as what it answered."""
+    """Templates look for the closing tag to drop it; without one it would be part of the answer."""
     assert closed("<think>\nhm", begun=False) == "<think>\nhm\n</think>\n\n"
     assert closed("hm", begun=True) == "hm\n</think>\n\n"
     for whole in ("Four.", "<think>a</think>b", "<thin"):

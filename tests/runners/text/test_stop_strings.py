@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_onnx import UserError
-from qwen_onnx.runners.text.stop_strings import StopStrings, verified_stop
+from qwen_onnx.runners.sampling.request import Request
+from qwen_onnx.runners.text.stop_strings import StopStrings
 
 
 def shown(strings: list[str], *pieces: str) -> tuple[list[str], bool]:
@@ -19,12 +20,12 @@ def shown(strings: list[str], *pieces: str) -> tuple[list[str], bool]:
 
 
 def test_a_string_across_pieces_is_never_shown() -> None:
-    """`E` printed before `ND` comes (E6 in docs/faults.md)."""
+    """`E` is held back until `ND` comes."""
     assert shown(["END"], "the ", "E", "ND! and") == (["the ", "", "", ""], True)
 
 
 def test_a_beginning_that_comes_to_nothing_is_shown_late() -> None:
-    """Text that looked like a stop string, lost."""
+    """No text that only looked like a stop string is lost."""
     assert shown(["END"], "E", "N", "Emies") == (["", "", "ENEmies", ""], False)
     assert shown(["END"], "the EN") == (["the ", "EN"], False)
 
@@ -35,7 +36,7 @@ def test_a_beginning_within_a_beginning() -> None:
 
 
 def test_of_several_the_first_complete_one_counts() -> None:
-    """The order of the list decides, or a longer one that began before and never came."""
+    """Whatever their order in the list; one that began before and never came does not count."""
     assert shown(["second", "one"], "no one second") == (["no ", ""], True)
     assert shown(["abcX", "bc"], "ab", "cX") == (["", "a", ""], True)
     assert shown(["c", "abc"], "xabc") == (["x", ""], True)
@@ -46,7 +47,7 @@ def test_without_strings_text_passes() -> None:
 
 
 def test_where_it_may_not_end_a_string_is_text() -> None:
-    """Found later all the same, though it was over; or one lost that began before and ends after."""
+    """It is not found later, though one that began before and ends after is."""
     stops = StopStrings(["END", "xENDy"])
     assert stops.push("END xE", may_end=False) == "END "
     assert stops.push("ND", may_end=False) == ""
@@ -77,7 +78,6 @@ def test_pieces_make_no_difference(strings: list[str], pieces: list[str]) -> Non
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.text("abc", max_size=20))
 def test_no_more_is_held_back_than_could_be_a_beginning(strings: list[str], text: str) -> None:
-    """A fixed number of characters held back, and an answer that lags behind."""
     stops, said = StopStrings(strings), ""
     for end in range(1, len(text) + 1):
         said += stops.push(text[end - 1])
@@ -88,15 +88,15 @@ def test_no_more_is_held_back_than_could_be_a_beginning(strings: list[str], text
 
 
 @pytest.mark.parametrize("stop", [5, [5], ["a", None], {"a"}, b"END"])
-def test_what_is_no_list_of_strings(stop: Any) -> None:
-    with pytest.raises(UserError, match="a string or a list of them wanted"):
-        verified_stop(stop)
+def test_what_is_no_list_of_strings_is_refused(stop: Any) -> None:
+    with pytest.raises(UserError, match=r"^stop .*a string or a list of them.* wanted"):
+        Request(stop=stop)
 
 
 def test_one_string_is_one_and_none_is_empty() -> None:
-    """`stop="END"` taken for its characters; an empty string that ends every answer at once."""
-    assert verified_stop("END") == ("END",)
-    assert verified_stop(["a", "b"]) == ("a", "b")
+    """`stop="END"` is not its characters; an empty string, which would end every answer at once, is refused."""
+    assert Request(stop="END").stops == ("END",)
+    assert Request(stop=["a", "b"]).stops == ("a", "b")
     for empty in ("", ["a", ""]):
         with pytest.raises(UserError, match="empty"):
-            verified_stop(empty)
+            Request(stop=empty)

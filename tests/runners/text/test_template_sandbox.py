@@ -36,7 +36,7 @@ ANSWER = {"role": "assistant", "content": "<think>\n2 is less\n</think>\n\nYes."
     ],
 )
 def test_the_sandbox_refuses(source: str) -> None:
-    """A downloaded template that runs code, reads files or edits the conversation."""
+    """No downloaded template runs code, reads files or edits the conversation."""
     messages = [dict(USER)]
     template = ChatTemplate(source)
     with pytest.raises(UserError):
@@ -75,20 +75,19 @@ DOUBLING = "{% set ns = namespace(s='xy', l=[1]) %}{% for i in range(99) %}{% se
     ],
 )
 def test_bombs_are_refused(source: str) -> None:
-    """A downloaded template that hangs the machine or takes its memory."""
+    """No downloaded template hangs the machine or takes its memory."""
     with pytest.raises(UserError) as caught:
         ChatTemplate(source).render([USER])
     assert "\n" not in str(caught.value)
 
 
 def test_work_is_counted_anew_for_each_render() -> None:
-    """A long conversation refused because earlier renders were counted too."""
     template = ChatTemplate("{% for i in range(90000) %}{% endfor %}done")
     assert [template.render([]) for _ in range(5)] == ["done"] * 5
 
 
 def test_a_long_conversation_renders() -> None:
-    """Bounds so tight that honest chats meet them: 2,000 messages, and one of 15 MiB."""
+    """2,000 messages, and one of 15 MiB; 16 MiB is the bound."""
     many = [USER, ANSWER] * 1000
     assert ChatTemplate(QWEN3_LIKE).render(many).count("<|im_start|>") == 2001
     long = [{"role": "user", "content": "x" * (15 << 20)}]
@@ -108,13 +107,13 @@ def test_a_long_conversation_renders() -> None:
     ],
 )
 def test_a_failing_template_is_one_line(source: str, said: str) -> None:
-    """Jinja's traceback, or the template's own refusal lost."""
+    """With the template's own words where it has some."""
     with pytest.raises(UserError, match=said) as caught:
         ChatTemplate(source).render([USER])
     assert "\n" not in str(caught.value)
 
 
 def test_values_with_methods_are_refused() -> None:
-    """A template that calls methods of what the caller put into a message."""
+    """A template could call methods of what the caller put into a message."""
     with pytest.raises(UserError, match="Path"):
         ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": Path("x")}])

@@ -172,7 +172,7 @@ def outcomes() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_multiplies_is_refused(outcomes: dict[str, str], name: str) -> None:
-    """A template that hangs in C code, where no Ctrl-C helps, or takes the machine's memory."""
+    """It would hang in C code, where no Ctrl-C helps, or take the machine's memory."""
     said = outcomes.get(name, "the process ended before")
     assert "SecurityError" in said or "TemplateSyntaxError" in said, said
 
@@ -193,12 +193,11 @@ def test_what_multiplies_is_refused(outcomes: dict[str, str], name: str) -> None
     ],
 )  # fmt: skip
 def test_honest_values_are_left_alone(source: str, text: str) -> None:
-    """A bound that changes what a template writes."""
     assert ChatTemplate(source).render([USER]) == text
 
 
 def test_what_is_not_gone_over_is_not_counted() -> None:
-    """A long conversation refused because each round of a loop asks for its length, or for a message's role."""
+    """Each round of a loop may ask for a long conversation's length, or for a message's role."""
     messages = [{"role": "user", "content": "x" * 5000}] * 2000
     meter = Meter()
     source = (
@@ -209,7 +208,7 @@ def test_what_is_not_gone_over_is_not_counted() -> None:
 
 
 def test_a_refusal_is_not_as_long_as_what_is_refused() -> None:
-    """`raise_exception` of a conversation, which fills the screen."""
+    """As of `raise_exception` with a whole conversation."""
     with pytest.raises(UserError) as caught:
         ChatTemplate("{{ raise_exception(messages[0].content * 1000) }}").render([USER])
     assert len(str(caught.value)) < 5000

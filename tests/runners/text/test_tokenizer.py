@@ -18,13 +18,13 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("text", NASTY)
 def test_text_survives_as_its_nfc_form(tokenizer: Tokenizer, text: str) -> None:
-    """Bytes, spaces or line ends lost between encode and decode."""
+    """Every byte, space and line end of it."""
     normal = byte_level_tokenizer().normalizer.normalize_str(text)
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == normal
 
 
-def test_known_ids(tokenizer: Tokenizer) -> None:
-    """Ids that change with a release of the tokenizers library, or tokens split where Qwen2 does not split."""
+def test_tokens_are_those_of_qwen2(tokenizer: Tokenizer) -> None:
+    """Tokens are split where Qwen2 splits, in every release of the tokenizers library."""
     spelled = [
         tokenizer.visible_token(i, skip_special_tokens=False) or ""
         for i in tokenizer.encode(" The dog's 12\r\n<|im_end|>")
@@ -39,7 +39,7 @@ def test_known_ids(tokenizer: Tokenizer) -> None:
 def test_ids_are_those_of_transformers(
     tokenizer: Tokenizer, tmp_path: Path, add_special_tokens: bool
 ) -> None:
-    """A different trimming, splitting or merging than the tokenizer the model was trained with."""
+    """Trimmed, split and merged as by the tokenizer that the model was trained with."""
     transformers = pytest.importorskip("transformers")
     file = write_folder(tmp_path, {}) / "tokenizer.json"
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>")
@@ -53,13 +53,13 @@ def test_ids_are_those_of_transformers(
 
 
 def test_nothing_is_inserted(tokenizer: Tokenizer) -> None:
-    """A start token invented for a model that has none (Qwen): empty text is no ids."""
+    """Qwen has no start token: empty text is no ids."""
     assert tokenizer.encode("") == []
     assert tokenizer.encode("dog") == tokenizer.encode("dog", add_special_tokens=False)
 
 
 def test_what_the_post_processor_inserts_can_be_left_out() -> None:
-    """A start token doubled because the rendered chat template wrote it already."""
+    """A rendered chat template has its start token already."""
     backend = byte_level_tokenizer()
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", backend.token_to_id("<|endoftext|>"))]
@@ -69,7 +69,7 @@ def test_what_the_post_processor_inserts_can_be_left_out() -> None:
 
 
 def test_size_counts_added_tokens(tokenizer: Tokenizer) -> None:
-    """The sampling mask cut off <|im_end|>: it was sized by the base vocabulary."""
+    """<|im_end|> lies behind the base vocabulary."""
     assert tokenizer.size == 360 + len(SPECIAL) + len(ADDED)
     assert tokenizer.token_id("<|im_end|>") == 362
     assert tokenizer.token_id("<|im_end|") is None
@@ -78,7 +78,7 @@ def test_size_counts_added_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_holes_are_the_unnamed_ids_below_size() -> None:
-    """An id between the tokens that names none was sampled and crashed decoding."""
+    """They decode to nothing."""
     tokenizer = Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 1, "b": 4, "c": 6}, unk_token="a")))
     assert tokenizer.size == 7
     assert tokenizer.holes.tolist() == [0, 2, 3, 5]
@@ -87,19 +87,19 @@ def test_holes_are_the_unnamed_ids_below_size() -> None:
 
 @pytest.mark.parametrize("unknown", [366, 151_935, -1, 2**31, 2**32, 2**64, -(2**70)])
 def test_unknown_ids_decode_to_nothing(tokenizer: Tokenizer, unknown: int) -> None:
-    """A padding row of the embedding, sampled, raised OverflowError or printed as a token."""
+    """Rows that pad the embedding, and numbers that no row has."""
     dog = tokenizer.encode("dog")
     assert tokenizer.decode([unknown]) == ""
     assert tokenizer.decode([*dog, unknown, *dog]) == "dogdog"
 
 
 def test_decode_takes_numpy_ids(tokenizer: Tokenizer) -> None:
-    """Ids as they come out of a session: an int64 array."""
+    """As they come out of a session: an int64 array."""
     assert tokenizer.decode(np.asarray(tokenizer.encode("dog"), dtype=np.int64)) == "dog"
 
 
 def test_special_tokens_are_skipped_only_if_asked(tokenizer: Tokenizer) -> None:
-    """<|im_end|> printed at the end of every answer; or <think>, which is not special, lost."""
+    """<think> is not special."""
     ids = tokenizer.encode("<think>a<|im_end|>")
     assert tokenizer.decode(ids) == "<think>a"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<think>a<|im_end|>"
@@ -107,14 +107,14 @@ def test_special_tokens_are_skipped_only_if_asked(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("text", ["\ud800", "ab\udfffcd"])
 def test_half_a_surrogate_pair_is_a_line_not_a_traceback(tokenizer: Tokenizer, text: str) -> None:
-    """Text from a terminal or from JSON escapes may hold lone surrogates: TypeError out of the library."""
+    """Text from a terminal or from JSON escapes may hold lone surrogates."""
     with pytest.raises(UserError, match=r"U\+D[0-9A-F]{3}"):
         tokenizer.encode(text)
     assert tokenizer.token_id(text) is None
 
 
 def test_truncation_and_padding_saved_in_the_file_do_not_apply(tmp_path: Path) -> None:
-    """tokenizer.json saved in training cut every prompt to 4 tokens."""
+    """As one saved in training may have them."""
     backend = byte_level_tokenizer()
     backend.enable_truncation(4)
     backend.enable_padding(length=4, pad_token="<|endoftext|>", pad_id=360)
@@ -148,15 +148,14 @@ def _with(change: dict[str, object]) -> str:
     ],
 )
 def test_a_damaged_file_is_one_line_that_names_it(tmp_path: Path, content: str | None) -> None:
-    """Bare Exception, PanicException or a huge allocation out of a truncated or edited tokenizer.json."""
+    """Whatever the library makes of it: an exception, a panic or a huge allocation."""
     folder = write_folder(tmp_path, {"tokenizer.json": content, "x": None})
     with pytest.raises(UserError, match=r"tokenizer\.json") as caught:
         Tokenizer.from_folder(folder)
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_in_place_of_the_file(tmp_path: Path) -> None:
-    """IsADirectoryError."""
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)

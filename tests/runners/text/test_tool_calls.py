@@ -49,7 +49,7 @@ def test_no_arguments_are_none() -> None:
     ],
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
-    """A damaged call that vanishes, or a traceback for what a model said."""
+    """No damaged call is lost, whatever the model said."""
     assert parse_tool_calls(text) == (text, [])
     both = text + '<tool_call>{"name": "now"}</tool_call>'
     if text.endswith("</tool_call>"):

@@ -12,10 +12,11 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from qwen_onnx.manifest import read_manifest
+from qwen_onnx.contract.manifest import read_manifest
+from qwen_onnx.runners.model.executors.fixed_shape import FixedShape
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 from support.damage import change_manifest
 from support.exports import Exported
 from support.tolerances import F16, F32
@@ -27,7 +28,7 @@ LONG_IDS = np.random.default_rng(12).integers(0, 320, (3, 600))
 TOLERANCE = {"f32": F32, "f16": F16}
 """Of the type that the graph computes in: these are not the graphs that the CPU is given."""
 
-GREEDY_ON_CPU = SessionOptions("cpu", threads=1, greedy_on_device=True)
+GREEDY_ON_CPU = SessionOptions(provider="cpu", threads=1, greedy_on_device=True)
 
 
 def serve_cuda_graphs_on_cpu(source: Path, target: Path) -> Path:
@@ -60,7 +61,7 @@ def on_cpu(exported: Callable[..., Exported], tmp_path_factory: pytest.TempPathF
 def opened(model: Exported, options: SessionOptions, **settings: Any) -> Runner:
     """A runner of which it is certain that it runs the graphs for CUDA."""
     runner = Runner(model.folder, options, **settings)
-    assert type(runner._steps).__name__ == "FixedSteps"
+    assert isinstance(runner.executor, FixedShape)
     return runner
 
 

@@ -1,6 +1,6 @@
-"""Writes data/cuda_kernels.json: which kernels ONNX Runtime's CUDA provider has, and for which types.
+"""Writes kernels.json beside it: which kernels ONNX Runtime's CUDA provider has, and for which types.
 
-Run it with the version that the table is to be of: python tests/cuda_kernel_table.py
+Run it with the version that the table is to be of: PYTHONPATH=tests python -m support.cuda.kernel_table
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-from qwen_onnx.graphs.contrib_ops import DOMAIN
+from qwen_onnx.graphs.layers import MICROSOFT as DOMAIN
 from support.cuda import kernel_table as cuda_kernel_table
 
 Types = Mapping[str, int]

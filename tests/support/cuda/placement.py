@@ -50,7 +50,7 @@ VERDICT = re.compile(r"This session (will|cannot) use the graph capture feature"
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The nodes that run, after every optimisation, the copies that ONNX Runtime adds among them."""
+    """The nodes that run, after every optimization, the copies that ONNX Runtime adds among them."""
 
     cuda: Counter[str]
     """How many of each op."""

@@ -41,12 +41,12 @@ from support.cuda import stand_ins as cuda_stand_ins
 from support.cuda.stand_ins import counts
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
+from qwen_onnx.runners.runtime.options import SessionOptions
 
 ids = np.random.default_rng(5).integers(0, 1000, (8, 4096))
 
 def opened(folder, chunk=16, **options):
-    return Runner(Path(folder), SessionOptions("cuda", **options), prefill_chunk=chunk)
+    return Runner(Path(folder), SessionOptions(provider="cuda", **options), prefill_chunk=chunk)
 
 def asked(call):
     before = counts()

@@ -1,6 +1,6 @@
 """Stand-ins for the CUDA libraries: ONNX Runtime's own CUDA provider runs over them on a machine with no GPU.
 
-Placement, optimisation, binding, capture and the order of calls are ONNX Runtime's. Kernels compute nothing, so that
+Placement, optimization, binding, capture and the order of calls are ONNX Runtime's. Kernels compute nothing, so that
 what a graph computes is whatever lay in the buffer, and no time means anything.
 """
 

@@ -1,4 +1,6 @@
-"""Prints what one decode step asks of a GPU, by kernel, in Markdown: python tests/cuda_step_kernels.py
+"""Prints what one decode step asks of a GPU, by kernel, in Markdown.
+
+PYTHONPATH=tests python -m support.cuda.step_kernels
 
 Without capture, at a capacity of 1,024 slots, batch 1, in layers of Qwen2.5-0.5B's size.
 """

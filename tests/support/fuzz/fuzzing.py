@@ -110,12 +110,12 @@ def _run_process(cases: list[Case], base: Path, scratch: Path) -> list[Result]:
             beside.submit(_give, process, cases)
             begun: Case | None = None
             for line in process.stdout:
-                answer = json.loads(line)
-                if "begun" in answer:
-                    begun = tuple(answer["begun"])
+                told = json.loads(line)
+                if "begun" in told:
+                    begun = tuple(told["begun"])
                     continue
                 assert begun is not None
-                results.append(Result(*begun, answer["outcome"], answer["detail"], answer["seconds"]))
+                results.append(Result(*begun, told["outcome"], told["detail"], told["seconds"]))
                 begun = None
     if begun is not None or len(results) < len(cases):
         end = f"the process ended with {process.returncode}: {said.read_text(errors='replace')[-3000:]}"

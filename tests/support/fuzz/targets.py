@@ -25,16 +25,17 @@ from qwen_onnx.checkpoints.checkpoint import open_checkpoint
 from qwen_onnx.checkpoints.config import parse_config
 from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES, read_header
 from qwen_onnx.cli.batch.input import parse_line, parse_object, read_lines
+from qwen_onnx.contract.json_file import read_json
+from qwen_onnx.contract.manifest import FileSpec, read_manifest, write_manifest
 from qwen_onnx.errors import UserError
-from qwen_onnx.json_file import read_json
-from qwen_onnx.manifest import FileSpec, read_manifest, write_manifest
+from qwen_onnx.options import made
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.runtime.session import SessionOptions
-from qwen_onnx.runners.sampling.generation_config import read_defaults
-from qwen_onnx.runners.sampling.params import SamplingOptions, in_force
-from qwen_onnx.runners.sampling.request import GenerationRequest
-from qwen_onnx.runners.text.eos_ids import stop_ids
+from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.sampling.generation_config import read_generation_config
+from qwen_onnx.runners.sampling.params import merged
+from qwen_onnx.runners.sampling.request import Request
+from qwen_onnx.runners.text.eos_ids import eos_ids
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer
 from support.chats import copy_export
@@ -43,7 +44,7 @@ from support.fuzz.mutations import ODD, damaged_bytes, damaged_json
 from support.fuzz.templates import damaged_template
 from support.text_fixtures import NASTY
 
-ON_CPU = SessionOptions("cpu", threads=1)
+ON_CPU = SessionOptions(provider="cpu", threads=1)
 CONVERSATION = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What's 2 < 3? 好 é🔥"},
@@ -163,11 +164,12 @@ def generation_config(rng: random.Random, base: Base) -> None:
         "max_new_tokens": 99, "min_new_tokens": 1, "num_beams": 1,
     }  # fmt: skip
     (folder / "generation_config.json").write_bytes(damaged_json(rng, value, EXTRA))
-    found = stop_ids(folder, base.tokenizer, None)
+    found = eos_ids(folder, base.tokenizer, None)
     assert all(type(token_id) is int and token_id >= 0 for token_id in found)
-    defaults = read_defaults(folder)
+    defaults = read_generation_config(folder)
     assert all(line.isprintable() for line in defaults.ignored)
-    assert in_force(SamplingOptions(), defaults.sampling).describe().isprintable()
+    request = made(Request, merged(defaults.given, {}))
+    assert all(line.isprintable() for line in request.describe().split("\n"))
 
 
 def tokenizer_json(rng: random.Random, base: Base) -> None:
@@ -189,7 +191,7 @@ def tokenizer_config(rng: random.Random, base: Base) -> None:
         held["chat_template"] = [{"name": "default", "template": held["chat_template"]}]
     (folder / "tokenizer_config.json").write_bytes(damaged_json(rng, held, EXTRA))
     template = ChatTemplate.from_folder(folder)
-    stop_ids(folder, base.tokenizer, template)
+    eos_ids(folder, base.tokenizer, template)
     if template is not None:
         assert isinstance(template.render(CONVERSATION), str)
 
@@ -198,9 +200,9 @@ def template(rng: random.Random, base: Base) -> None:
     """A chat template from a stranger."""
     messages = [dict(message) for message in CONVERSATION]
     try:
-        made = ChatTemplate(damaged_template(rng)).render(messages)
-        assert len(made) <= 2**24
-        assert "PWNED" not in made
+        text = ChatTemplate(damaged_template(rng)).render(messages)
+        assert len(text) <= 2**24
+        assert "PWNED" not in text
     finally:
         assert messages == list(CONVERSATION), "the conversation was edited"
 
@@ -280,12 +282,13 @@ def batch_lines(rng: random.Random, base: Base) -> None:
     *before, last = read_lines(io.BytesIO(content), "batch")
     assert before[0].content == whole
     assert last.end == len(content)
-    plain, refusal = GenerationRequest(max_new_tokens=1), None
+    plain, refusal = {"max_new_tokens": 1}, None
     for line in (*before, last):
         try:
             found = parse_object(line.content)
-            asked = parse_line(found, plain, raw="prompt" in found and rng.random() < 0.5, system=None)
-            ids = base.chat.verified_ids(asked.prompt, asked.request)
+            raw = "prompt" in found and rng.random() < 0.5
+            prompt, asked = parse_line(found, plain, raw=raw, system=None)
+            ids = base.chat.verified_ids(prompt, asked)
         except UserError as error:
             assert line.content != whole, "the damage of one line was another's"
             refusal = error

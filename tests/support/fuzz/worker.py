@@ -76,20 +76,20 @@ def run(target: str, number: int, base: Base, watch: Watch) -> tuple[str, str]:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what else prints, a library's native code too, prints to stderr
     base = Base(Path(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     watch = Watch(base.scratch)
     for line in sys.stdin:
         target, number = json.loads(line)
-        print(json.dumps({"begun": [target, number]}), file=answers)
+        print(json.dumps({"begun": [target, number]}), file=results)
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         started = time.perf_counter()
         outcome, detail = run(target, number, base, watch)
         faulthandler.cancel_dump_traceback_later()
         seconds = round(time.perf_counter() - started, 4)
-        print(json.dumps({"outcome": outcome, "detail": detail[-2000:], "seconds": seconds}), file=answers)
+        print(json.dumps({"outcome": outcome, "detail": detail[-2000:], "seconds": seconds}), file=results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+"""Names that graphs are built to and runners read: inputs, outputs, dimensions, files of an exported folder."""
+
+from __future__ import annotations
+
+WEIGHTS_FILE = "weights.safetensors"
+EXTRA_FILE = "extra.safetensors"
+"""Made tensors, when the checkpoint's own files are linked instead of rewritten."""
+TARGETS = ("onnxruntime", "portable")
+"""What runs the graphs: ONNX Runtime, each provider its own; or anything, all of it one graph of old operators."""
+LAYOUTS = ("plain", "onnxruntime-genai", "transformers.js", "optimum", "triton")
+"""Who finds the files of an export where they are."""
+WEIGHTS_ORDERS = ("checkpoint", "panels")
+"""How a matrix lies in the weights file: [out, in]; or, in f32 for one kind of processor, in panels of some rows."""
+DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+"""A float export's dtype, and how safetensors headers spell it."""
+QUANTIZED = {"int8": 8, "int4": 4}
+"""A quantized export's dtype, and the bits of its layers' matrices."""
+EXPORT_DTYPES = (*DTYPES, *QUANTIZED)
+QWEIGHT, SCALES = "qweight", "scales"
+"""The tensors in the place of a quantized `weight`."""
+INPUT_IDS = "input_ids"
+ATTENTION_MASK = "attention_mask"
+POSITION_IDS = "position_ids"
+WRITE_INDICES = "write_indices"
+SEQLENS_K = "seqlens_k"
+TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
+LOGIT_BIAS = "logit_bias"
+NUM_LOGITS_TO_KEEP = "num_logits_to_keep"
+LOGITS = "logits"
+NEXT = "next_"
+"""What an output is called that becomes an input of the next step: `next_input_ids` and so on."""
+STEP_INPUTS = {
+    "static": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
+    "static-capture": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
+    "static-grouped": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
+    "contrib": {SEQLENS_K, TOTAL_SEQUENCE_LENGTH},
+    "portable": {ATTENTION_MASK, POSITION_IDS},
+}
+"""What the graphs of each lowering take in beside ids and cache; OF_ENTRY says what else."""
+OF_ENTRY = {"greedy": {LOGIT_BIAS}, "score": {NUM_LOGITS_TO_KEEP}}
+"""What some entries take in beside."""
+BATCH = "batch_size"
+SEQUENCE = "sequence_length"
+KEPT = "num_logits"
+TOKENS = "batch_size * sequence_length"
+KEPT_TOKENS = "batch_size * num_logits"
+LIVE = "total_sequence_length"
+CAPACITY = "cache_capacity"
+PAST = "past_sequence_length"
+PAST_AND_NEW = "past_sequence_length + sequence_length"
+GROW_FROM = "cache"
+GROW_INTO = "larger"
+GROW_RESULT = "grown"
+LARGER_CAPACITY = "larger_capacity"
+SHRINK_LENGTH = "length"
+SHRINK_RESULT = "shrunk"
+PROBE_X, PROBE_WEIGHT, PROBE_Y = "x", "weight", "y"
+PROBE_SIZE = 16
+"""Inputs and outputs of the probe's product: the most rows that a panel has."""

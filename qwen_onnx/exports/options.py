@@ -1,0 +1,89 @@
+"""What may be asked of an export."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qwen_onnx.contract import EXPORT_DTYPES, LAYOUTS, QUANTIZED, TARGETS, WEIGHTS_ORDERS
+from qwen_onnx.contract.quant import BITS, BLOCK_SIZES, QuantConfig, QuantPlan
+from qwen_onnx.errors import UserError
+from qwen_onnx.option_kinds import Count, OneOf, Switch, Text
+from qwen_onnx.options import Options, declare
+
+# By measurement (bench/README.md).
+DEFAULT_BLOCK_SIZES = {"int8": 128, "int4": 64}
+_EXPORT, _QUANT, _OTHERS = "Export", "int8 and int4", "Other runtimes"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
+    """How a checkpoint is exported.
+
+    Raises:
+        UserError: values that are wrong, or do not go together.
+    """
+
+    dtype: str = declare("f32", Text(EXPORT_DTYPES), f"Of weights: {', '.join(EXPORT_DTYPES)}.", _EXPORT)
+    revision: str | None = declare(None, Text(), "Branch, tag or commit of a Hub id.", _EXPORT)
+    max_context: int | None = declare(None, Count(1), "Positions; default the model's own.", _EXPORT)
+    weights_order: str = declare(
+        "checkpoint", Text(WEIGHTS_ORDERS), "checkpoint, or panels: as this CPU reads f32.", _EXPORT,
+        about="checkpoint, or panels: f32 matrices in the order that this processor's kernels read.",
+    )  # fmt: skip
+    link: bool = declare(
+        False, Switch(), "Hard-link weights whose bytes stay as they are.", _EXPORT, flag="--link"
+    )
+    force: bool = declare(False, Switch(), "Replace an earlier export at OUT.", _EXPORT, flag="--force")
+    block_size: int | None = declare(
+        None, OneOf(BLOCK_SIZES), "Weights that share a scale; default 128, in int4 64.", _QUANT
+    )
+    head_bits: int | None = declare(
+        None, OneOf(BITS), "Bits of embedding and head; default as the layers.", _QUANT
+    )
+    head_block_size: int | None = declare(
+        None, OneOf(BLOCK_SIZES), "Their block size; default as the layers.", _QUANT
+    )
+    target: str | None = declare(
+        None, Text(TARGETS), "onnxruntime; or portable: one graph, any runtime.", _OTHERS
+    )
+    layout: str = declare(
+        "plain",
+        Text(LAYOUTS, hidden=("cpu",)),
+        f"Files as this reader wants them: {', '.join(LAYOUTS)}.",
+        _OTHERS,
+    )
+    split: bool = declare(
+        False, Switch(), "Portable: prefill.onnx and decode.onnx too.", _OTHERS, flag="--split"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layout == "cpu":  # until 0.5: what `weights_order` panels was called
+            object.__setattr__(self, "layout", "plain")
+            object.__setattr__(self, "weights_order", "panels")
+        if self.dtype not in QUANTIZED:
+            for name in ("block_size", "head_bits", "head_block_size"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"--{name.replace('_', '-')} is for int8 and int4, not {self.dtype}")
+        if self.in_panels and self.dtype != "f32":
+            how = "repacks their weights" if self.dtype in QUANTIZED else "makes f32 of their weights"
+            raise UserError(
+                f"--weights-order panels is for f32, not {self.dtype}: ONNX Runtime {how} as it loads them"
+            )
+        if self.in_panels and self.link:
+            raise UserError("--link: --weights-order panels writes weights anew; drop one of the two")
+
+    @property
+    def in_panels(self) -> bool:
+        """Matrices are stored in panels."""
+        return self.weights_order == "panels"
+
+    @property
+    def quant(self) -> QuantPlan | None:
+        """How matrices are quantized; None where they are not."""
+        if self.dtype not in QUANTIZED:
+            return None
+        size = DEFAULT_BLOCK_SIZES[self.dtype] if self.block_size is None else self.block_size
+        layers = QuantConfig(QUANTIZED[self.dtype], size)
+        head = QuantConfig(self.head_bits or layers.bits, self.head_block_size or layers.block_size)
+        return QuantPlan(layers, head)

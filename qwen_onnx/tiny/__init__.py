@@ -1,0 +1,1 @@
+"""The bundled model, a checkpoint of 2.8 M parameters: no code."""
