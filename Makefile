@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types parity soak runtimes quick-runtimes huge wheel smoke clean
+.PHONY: demo test quick lint types thorough parity soak runtimes quick-runtimes huge wheel sdist smoke clean
 
 demo: $(VENV)/installed
 	@$(BIN)/qwen-onnx export tiny $(VENV)/tiny-f32 --force >&2
@@ -12,6 +12,16 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q -n auto
+
+# The first minute of it: how the code is laid out, every graph, prompts, sampling and text; no process is started.
+QUICK := checkpoints graphs package/test_structure.py package/test_cache_spec.py package/test_manifest.py \
+	runners/sampling runners/text runners/test_generate.py runners/test_batch.py runners/test_sampled_chat.py
+quick: $(VENV)/installed-test
+	$(BIN)/python -m pytest -q -n auto $(patsubst %,tests/%,$(QUICK))
+
+# What takes seconds and seldom fails, and every command of docs/.
+thorough: $(VENV)/installed-test
+	$(BIN)/python -m pytest -q -n auto -m "thorough or docs"
 
 # Compares with transformers, and runs what takes minutes or gigabytes.
 parity: $(VENV)/installed-parity
@@ -54,7 +64,16 @@ wheel:
 	cd $(VENV) && user/bin/python -c "import onnxruntime; print('ONNX Runtime', onnxruntime.__version__)"
 	cd $(VENV) && user/bin/python -m pytest -q -n auto -c ../pyproject.toml --rootdir .. \
 		$(patsubst %,../tests/%,$(OF_WHEEL)) \
-		-m "not transformers and not slow and not huge and not runtimes and not fuzz and not soak and not gpu_wheel"
+		-m "not transformers and not slow and not huge and not runtimes and not fuzz and not soak and not docs and \
+		not thorough and not gpu_wheel"
+
+# The source archive, built and unpacked elsewhere, passes the tests that it brings.
+sdist:
+	rm -rf build dist $(VENV)/source && $(PYTHON) -m venv $(VENV)/source/env
+	$(VENV)/source/env/bin/python -m pip install -q build
+	$(VENV)/source/env/bin/python -m build -q --sdist --outdir $(VENV)/source .
+	cd $(VENV)/source && tar xzf qwen_onnx-*.tar.gz --strip-components 1 --one-top-level=archive
+	cd $(VENV)/source/archive && $(MAKE) test
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.
 smoke: $(VENV)/installed

@@ -13,7 +13,12 @@ import pytest
 from support.exports import Exported, export_random
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    number = getattr(config, "workerinput", {}).get("workerid", "").removeprefix("gw")
+    if number and hasattr(os, "sched_setaffinity"):
+        # A core to each worker: sessions of several threads would spin against those of the other workers.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(number) % len(cores)]})
     # `auto` means the CPU here, GPU or not: expected numbers are the CPU provider's. Child processes get it too.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     # A job in the background starts with SIGINT ignored, and hands that on to the children that wait for it.

@@ -21,6 +21,7 @@ import pytest
 from support.cuda import stand_ins as cuda_stand_ins
 from support.cuda.fixtures import stand_ins  # noqa: F401
 from support.cuda.runs import ENVIRONMENT
+from support.patience import PATIENCE
 
 BENCH = Path(__file__).parents[2] / "bench"
 SCRIPT = BENCH / "gpu.py"
@@ -78,11 +79,12 @@ def timed_rows(found: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, An
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
     out = tmp_path_factory.mktemp("bench") / "out"
     command = [sys.executable, str(SCRIPT), "--provider", "cpu", "--toy", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return *read(done.stdout, out), out
 
 
+@pytest.mark.thorough
 def test_every_part_is_run(on_cpu: tuple[str, dict[str, Any], Path]) -> None:
     _, found, out = on_cpu
     assert found["parts"].keys() == PARTS
@@ -104,6 +106,7 @@ def test_every_part_is_run(on_cpu: tuple[str, dict[str, Any], Path]) -> None:
         )
 
 
+@pytest.mark.thorough
 def test_the_settings_agree(on_cpu: tuple[str, dict[str, Any], Path]) -> None:
     """Logits within the package's table, and the same ids from capture, no capture and greedy on device."""
     _, found, _ = on_cpu
@@ -146,11 +149,12 @@ def test_the_table_says_what_was_not_measured(on_cpu: tuple[str, dict[str, Any],
 
 
 @pytest.mark.parametrize("minutes", ["0", "0.03"])
+@pytest.mark.thorough
 def test_few_minutes_few_parts(minutes: str, tmp_path: Path) -> None:
     """What is not begun, and what is stopped midway, is named; the line of JSON comes all the same."""
     command = [sys.executable, str(SCRIPT), "--minutes", minutes, "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [*command, "--toy", "--provider", "cpu"], capture_output=True, text=True, timeout=60
+        [*command, "--toy", "--provider", "cpu"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     table, found = read(done.stdout, tmp_path / "out")
@@ -165,6 +169,7 @@ def test_few_minutes_few_parts(minutes: str, tmp_path: Path) -> None:
         assert all("(time)" in line for line in found["errors"].values()), found["errors"]
 
 
+@pytest.mark.thorough
 def test_over_the_stand_ins(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The flow of a run on a GPU, where no number means anything: memory is measured and graphs are launched."""
     traces, out = tmp_path / "traces", tmp_path / "out"

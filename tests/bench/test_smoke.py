@@ -35,6 +35,7 @@ def smoke(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.thorough
 def test_what_is_as_expected_passes(smoke: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert smoke.main() == 0
     assert capsys.readouterr().out.count("as expected") == 3
@@ -43,6 +44,7 @@ def test_what_is_as_expected_passes(smoke: ModuleType, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("name", "value"), [("EXPECTED", {**TINY, "head_dim": 64}), ("PARAMETERS", 3_000_000), ("ANSWER", "Rome")]
 )
+@pytest.mark.thorough
 def test_what_is_not_as_expected_fails(name: str, value: object, smoke: ModuleType) -> None:
     setattr(smoke, name, value)
     assert smoke.main() == 1

@@ -21,6 +21,7 @@ import qwen_onnx.checkpoints.hub
 from qwen_onnx.checkpoints.hub import ModelSource, resolve_model
 from qwen_onnx.errors import UserError
 from support.hub_server import COMMIT, Hub, serve
+from support.patience import PATIENCE
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -103,7 +104,7 @@ class User:
     ) -> tuple[list[ModelSource], list[str]]:
         """The sources found, and the lines that a user reads as errors."""
         process = self.start(hub, *models, code=code, env=env)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, err
         assert "Traceback" not in err
         rows = [line.split("|") for line in out.splitlines()]
@@ -137,6 +138,7 @@ def test_shards_are_those_the_index_names(hub: Hub, user: User) -> None:
     assert contents(source.folder) == {**files, **shards}
 
 
+@pytest.mark.thorough
 def test_a_connection_cut_in_mid_file_resumes_where_it_was_cut(hub: Hub, user: User) -> None:
     weights = hub.repos["org/small"]["model.safetensors"] = os.urandom(12 << 20)
     hub.cut["model.safetensors"] = 11 << 20
@@ -148,15 +150,16 @@ def test_a_connection_cut_in_mid_file_resumes_where_it_was_cut(hub: Hub, user: U
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.thorough
 def test_after_an_interruption_the_next_run_fetches_only_what_is_missing(
     hub: Hub, user: User, how: signal.Signals
 ) -> None:
     hub.stall["model.safetensors"] = 1000
     process = user.start(hub)
-    assert hub.stalled.wait(120)
+    assert hub.stalled.wait(PATIENCE)
     process.send_signal(how)
     # In snapshot_download's threads Ctrl-C would wait for the whole file: here, for the end of the test.
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in err
     assert process.returncode == (1 if how == signal.SIGINT else -how)
 

@@ -112,6 +112,7 @@ PLACES: list[tuple[str, float | None]] = [
 
 
 @pytest.mark.parametrize(("name", "place"), PLACES)
+@pytest.mark.thorough
 def test_a_cut_leaves_nothing_and_a_rerun_succeeds(
     name: str, place: float | None, undisturbed: dict[str, bytes], forgetful: User, tmp_path: Path
 ) -> None:

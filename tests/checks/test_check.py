@@ -137,6 +137,7 @@ def type_of_another(graph: onnx.GraphProto) -> None:
     ("edit", "says"),
     [(type_of_another, "MISMATCH: prefill.onnx: "), (epsilon_of_one, "MISMATCH: golden ids: ")],
 )
+@pytest.mark.thorough
 def test_an_edited_graph_under_forged_hashes(
     edit: Callable[[onnx.GraphProto], None], says: str, checked: Path
 ) -> None:

@@ -25,6 +25,7 @@ from qwen_onnx.runners.model.buffers import CacheMemory
 from qwen_onnx.runners.sampling.params import GREEDY
 from support.chats import endless, poisoned, tiny
 from support.command import Ran, child, command
+from support.patience import PATIENCE
 from support.refusals import refused
 
 PARIS, SEVEN, HELLO = "What is the capital of France?", "What is 3 plus 4?", "Hello!"
@@ -315,7 +316,7 @@ Results.write = announcing
         assert process.stderr is not None
         assert process.stderr.readline() == b"written\n"
         process.send_signal(signal.SIGINT)
-        said, err = process.communicate(timeout=120)
+        said, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, said) == (130, b"")
     assert err.decode() == "interrupted: 1 done; the same command goes on from there\n"
     (record,) = records(out.read_text())

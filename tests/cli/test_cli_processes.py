@@ -16,9 +16,10 @@ from qwen_onnx.errors import ExportInProgressError
 from qwen_onnx.exports.options import ExportOptions
 from support.chats import endless, tiny
 from support.command import child, command
+from support.marks import but_first
+from support.patience import PATIENCE
 
 LONG = ("--ignore-eos", "--max-new-tokens", 100_000, "--provider", "cpu")
-PATIENCE = 120  # seconds: of a slow machine, not of the program
 
 # Says so when three tokens are made, so that a signal can be sent in the middle of an answer.
 SAY_WHEN = """
@@ -46,6 +47,7 @@ def test_the_installed_command_answers() -> None:
         assert finish(process) == (0, "3 plus 4 is 7.\n", "")
 
 
+@pytest.mark.thorough
 def test_first_runs_at_once_share_one_export(tmp_path: Path) -> None:
     """Each of them answers."""
     cache = tmp_path / "cache"
@@ -149,7 +151,7 @@ def test_a_terminal_that_knows_ascii_only_shows_question_marks() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="shells are another thing there")
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
+@pytest.mark.parametrize("closed", but_first([">&-", "2>&-", ">&- 2>&-", "<&-"]))
 def test_a_closed_stream_is_as_good_as_none(closed: str, tmp_path: Path) -> None:
     """No traceback, and no file that is opened gets the number of the closed stream, and so what is printed."""
     program = f"{sys.executable} -c 'from qwen_onnx.cli.main import main; main()'"
@@ -167,6 +169,6 @@ def test_a_closed_stream_is_as_good_as_none(closed: str, tmp_path: Path) -> None
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
 def test_a_full_disk_behind_stdout_is_one_line() -> None:
     with Path("/dev/full").open("wb") as full, child("info", endless(), stdout=full) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert err.decode().splitlines() == ["error: stdout: No space left on device"]

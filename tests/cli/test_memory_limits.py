@@ -14,6 +14,7 @@ import pytest
 from qwen_onnx import export
 from support.chats import tiny, write_chat_checkpoint
 from support.command import child
+from support.patience import PATIENCE
 
 if sys.platform != "linux":
     pytest.skip("limits of memory are another thing there", allow_module_level=True)
@@ -49,13 +50,14 @@ def wide(dtype: str) -> Path:
 
 @pytest.mark.parametrize(
     ("dtype", "when", "options"),
-    [("f32", "load", ["--prepack"]), ("f16", "load", []), ("f32", "answer", []), ("f16", "answer", [])],
+    [("f32", "answer", []), ("f32", "load", ["--prepack"]), ("f16", "load", []), ("f16", "answer", [])],
 )
+@pytest.mark.thorough
 def test_out_of_memory_is_one_line(dtype: str, when: str, options: list[str]) -> None:
     program = PROGRAM.format(when=when, mebibytes=32 if when == "load" else 10)
     arguments = ("run", wide(dtype), "--provider", "cpu", "-p", QUESTION, "--max-new-tokens", 2, *options)
     with child(*arguments, program=program) as process:
-        out, err = process.communicate(timeout=180)
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, err
     assert out == b""
     line = err.decode()
@@ -67,5 +69,5 @@ def test_out_of_memory_is_one_line(dtype: str, when: str, options: list[str]) ->
 def test_enough_is_enough() -> None:
     program = PROGRAM.format(when="load", mebibytes=2048)
     with child("run", tiny(), "--provider", "cpu", "-p", "What is 3 plus 4?", program=program) as process:
-        out, err = process.communicate(timeout=180)
+        out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (0, b"3 plus 4 is 7.\n", b"")

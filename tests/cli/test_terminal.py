@@ -123,6 +123,7 @@ def test_a_new_users_session(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("history", ["file/history", "/dev/full", "~nobody/history"])
+@pytest.mark.thorough
 def test_a_history_that_cannot_be_kept_is_no_reason_to_end(history: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = Path(history) if history.startswith("~") else tmp_path / history
@@ -178,6 +179,7 @@ def test_a_session_that_is_ended_leaves_the_terminal_as_it_was(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.thorough
 def test_a_terminal_of_few_characters(tmp_path: Path, encoding: str) -> None:
     """A character that it does not know ends neither the answer nor the session."""
     arguments = (endless(), "--max-new-tokens", 60, "--ignore-eos")

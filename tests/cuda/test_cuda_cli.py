@@ -14,6 +14,7 @@ from support.chats import copy_export, tiny
 from support.cuda import stand_ins as cuda_stand_ins
 from support.cuda.fixtures import stand_ins  # noqa: F401
 from support.cuda.runs import ENVIRONMENT
+from support.marks import but_first
 
 PROGRAM = "from qwen_onnx.cli.main import main\nmain()"
 ANSWER = ("-p", "Hi", "--max-new-tokens", 3, "--ignore-eos")
@@ -23,7 +24,7 @@ def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return cuda_stand_ins.run(folder, PROGRAM, "run", *arguments, env=ENVIRONMENT)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", but_first(["f16", "f32", "bf16"]))
 def test_auto_is_cuda_where_it_starts_and_says_so(dtype: str, stand_ins: Path) -> None:
     done = run(stand_ins, tiny(dtype), *ANSWER, "--provider", "auto")
     assert (done.returncode, done.stderr) == (0, "provider: cuda\n")
@@ -46,6 +47,7 @@ def without(stand_ins: Path, folder: Path, library: str) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_without_cudnn_all_but_the_argmax_runs(stand_ins: Path, tmp_path: Path) -> None:
     """cuDNN is needed for the argmax of --greedy-on-device only, which names it before anything is computed."""
     folder = without(stand_ins, tmp_path / "some", "libcudnn")
@@ -57,6 +59,7 @@ def test_without_cudnn_all_but_the_argmax_runs(stand_ins: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("library", ["libcublas", "libcublasLt"])
+@pytest.mark.thorough
 def test_a_missing_library_is_named_in_one_line(library: str, stand_ins: Path, tmp_path: Path) -> None:
     """With `auto` the CPU answers, and stderr says so."""
     folder = without(stand_ins, tmp_path / "some", library)
@@ -71,6 +74,7 @@ def test_a_missing_library_is_named_in_one_line(library: str, stand_ins: Path, t
     assert done.stderr == "provider: cpu\n"
 
 
+@pytest.mark.thorough
 def test_a_device_that_computes_nothing_fails_the_check(stand_ins: Path) -> None:
     """`check` compares ids that the device computed, not files alone (A4 in docs/faults.md)."""
     done = cuda_stand_ins.run(stand_ins, PROGRAM, "check", tiny("f16"), "--provider", "cuda", env=ENVIRONMENT)
@@ -80,6 +84,7 @@ def test_a_device_that_computes_nothing_fails_the_check(stand_ins: Path) -> None
     assert "runs: prefill.onnx on cuda, float16, TF32 off, CUDA graph" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_limit_of_memory_is_kept_and_named(stand_ins: Path) -> None:
     """--gpu-mem-limit too small is refused in a line that names memory (C8 in docs/faults.md)."""
     assert run(stand_ins, tiny(), *ANSWER, "--provider", "cuda", "--gpu-mem-limit", 500).returncode == 0
@@ -88,6 +93,7 @@ def test_a_limit_of_memory_is_kept_and_named(stand_ins: Path) -> None:
     assert "emory" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_a_device_for_which_there_are_no_kernels_is_not_taken(stand_ins: Path) -> None:
     """A GPU older or newer than the wheel: libraries load, a session opens, and the first kernel fails."""
     env = {**ENVIRONMENT, "QWEN_STAND_IN_FAIL_LAUNCHES": "1"}

@@ -13,6 +13,7 @@ import pytest
 
 from support.cuda.fixtures import stand_ins  # noqa: F401
 from support.cuda.runs import LAYERS, VOCAB, Told, shaped, told  # noqa: F401
+from support.marks import but_first
 
 DTYPES = ["f32", "f16", "bf16"]
 Shaped = Callable[[str], Path]
@@ -52,7 +53,7 @@ def decoded(shaped: Shaped, told: Told) -> Decoded:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("batch_size", but_first([1, 8]))
 def test_a_captured_step_is_one_launch(dtype: str, batch_size: int, decoded: Decoded) -> None:
     """Beside it the small inputs go up and the logits come down; no kernel, no allocation, no copy of the cache."""
     found = decoded(dtype, True, False, batch_size)
@@ -75,7 +76,9 @@ def test_a_captured_step_is_one_launch(dtype: str, batch_size: int, decoded: Dec
     assert (found.total["captures"], found.total["illegal_during_capture"], found.capacity) == (3, 0, 1024)
 
 
-@pytest.mark.parametrize(("dtype", "batch_size"), [("f32", 1), ("f16", 1), ("f16", 8), ("bf16", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "batch_size"), but_first([("f16", 8), ("f32", 1), ("f16", 1), ("bf16", 1)])
+)
 def test_a_greedy_step_reads_the_token_only(dtype: str, batch_size: int, decoded: Decoded) -> None:
     """The device goes on from its own token: nothing is copied to it, and no logits are read."""
     found = decoded(dtype, True, True, batch_size)
@@ -87,6 +90,7 @@ def test_a_greedy_step_reads_the_token_only(dtype: str, batch_size: int, decoded
     assert found.total["bytes_to_host"] == 8 * batch_size * found.read
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_steps_without_capture(dtype: str, greedy: bool, decoded: Decoded) -> None:

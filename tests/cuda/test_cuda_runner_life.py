@@ -11,6 +11,7 @@ import pytest
 
 from support.cuda.fixtures import stand_ins  # noqa: F401
 from support.cuda.runs import Told, shaped, told  # noqa: F401
+from support.marks import but_first
 
 DTYPES = ["f32", "f16"]
 Shaped = Callable[[str], Path]
@@ -25,6 +26,7 @@ tell(first=first, rounds=rounds, total=vars(counts()))
 """
 
 
+@pytest.mark.thorough
 def test_two_models_and_two_caches_of_each(shaped: Shaped, told: Told) -> None:
     """Each cache captures a graph of its own, and replays that one."""
     found = told(TOGETHER, shaped("f32"), shaped("f16"))
@@ -55,6 +57,7 @@ tell(first=first, again=again, batch=batch, last=last, grown=grown, captures=tot
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.thorough
 def test_the_next_conversation_captures_nothing(dtype: str, shaped: Shaped, told: Told) -> None:
     """Its buffers and captured graph are those of a conversation that is gone: ONNX Runtime releases no graph."""
     found = told(POOL, shaped(dtype))
@@ -80,7 +83,7 @@ tell(rounds=rounds, length=talk.cache.length, illegal=counts().illegal_during_ca
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("greedy", but_first([False, True]))
 def test_another_thread_captures_again(dtype: str, greedy: bool, shaped: Shaped, told: Told) -> None:
     """ONNX Runtime keeps captured graphs by thread: each thread captures, and none is steps ahead of the cache."""
     found = told(THREADS, shaped(dtype), greedy)
@@ -130,7 +133,7 @@ tell(messages=messages, left=left, small=small, large=talk.steps(3), capacity=ta
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("capture", but_first([True, False]))
 def test_a_device_that_is_full_is_told_of_in_one_line(
     dtype: str, capture: bool, shaped: Shaped, told: Told
 ) -> None:
@@ -164,7 +167,7 @@ tell(left=left, weights=weights, cache=cache)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("greedy", but_first([False, True]))
 def test_closing_gives_the_memory_back(dtype: str, greedy: bool, shaped: Shaped, told: Told) -> None:
     """Only the arena of caches stays, which ONNX Runtime keeps and which serves the next runner."""
     found = told(CLOSE, shaped(dtype), greedy)

@@ -18,6 +18,7 @@ from qwen_onnx.runners.runtime.options import PROVIDERS
 from qwen_onnx.runners.runtime.providers import missing_library
 from support.command import child, command
 from support.fake_libraries import shadow
+from support.patience import PATIENCE
 
 H200 = Gpu("NVIDIA H200", "9.0", 150 << 30)
 NO_DRIVER = "libcuda.so.1: cannot open shared object file: No such file or directory (the NVIDIA driver)"
@@ -81,6 +82,7 @@ def test_this_machine_is_ready_on_its_cpu() -> None:
         assert what in ran.out
 
 
+@pytest.mark.thorough
 def test_the_json_is_the_same_report() -> None:
     """What a script reads is what people read."""
     ran = command("doctor", "--json")
@@ -182,6 +184,7 @@ def test_a_driver_that_kills_its_process_is_told() -> None:
     assert report.libraries == (CUBLAS, CUDNN)
 
 
+@pytest.mark.thorough
 def test_without_onnxruntime_the_report_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says why onnxruntime cannot be imported, and the exit code is 1."""
     shadow(tmp_path, monkeypatch, "onnxruntime", "raise ImportError('libfoo.so is missing')")
@@ -195,6 +198,7 @@ def test_without_onnxruntime_the_report_is_complete(tmp_path: Path, monkeypatch:
     assert (told.code, json.loads(told.out)["ready"]) == (1, False)
 
 
+@pytest.mark.thorough
 def test_without_onnx_the_providers_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that only exporting needs does not hide that models run."""
     shadow(tmp_path, monkeypatch, "onnx", "raise ImportError('protobuf is too old')")
@@ -204,6 +208,7 @@ def test_without_onnx_the_providers_are_tried(tmp_path: Path, monkeypatch: pytes
     assert ran.out.splitlines()[-1].startswith("verdict: ready on cpu")
 
 
+@pytest.mark.thorough
 def test_nothing_is_sent_or_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No socket is opened, and no file is left in the user's home."""
     seen, home = tmp_path / "seen", tmp_path / "home"
@@ -219,10 +224,10 @@ def test_nothing_is_sent_or_left_behind(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
     with child("doctor") as process:
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=PATIENCE)
     assert out.splitlines()[-1].startswith(b"verdict: ready on cpu")
     assert not seen.exists()
     assert not list(home.rglob("*onnxruntime*"))
     with child("doctor", program="import socket; socket.getaddrinfo('localhost', 80)") as process:
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)
     assert seen.exists()  # the hook sees, if there is anything to see

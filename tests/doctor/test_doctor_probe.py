@@ -32,6 +32,7 @@ from support.fake_libraries import shadow
     ],
     ids=["prints", "crashes", "leaves", "hangs"],
 )
+@pytest.mark.thorough
 def test_a_probe_that_misbehaves(
     code: str,
     reply: Answers,

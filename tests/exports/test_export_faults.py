@@ -18,6 +18,8 @@ from qwen_onnx.exports.writer import hash_file
 from support.checkpoints import QWEN2, write_checkpoint
 from support.command import child, command
 from support.exporting import export_model
+from support.marks import but_first
+from support.patience import PATIENCE
 from support.refusals import refused
 from support.text_fixtures import write_folder
 
@@ -25,7 +27,6 @@ pytestmark = pytest.mark.skipif(
     sys.platform == "win32", reason="users, limits and mounts are another thing there"
 )
 
-PATIENCE = 120  # seconds: of a slow machine, not of the program
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 SAY_PLENTY = "import shutil; shutil.disk_usage = lambda folder: shutil._ntuple_diskusage(2**60, 0, 2**60)"
 
@@ -81,6 +82,7 @@ def small_disk(folder: Path, size: int) -> Iterator[str | None]:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.8, 0.97])
+@pytest.mark.thorough
 def test_a_disk_that_is_full(share: float, model: Path, tmp_path: Path) -> None:
     """Whichever file the disk ends in, one line says so and nothing stays."""
     whole = export_model(str(model), tmp_path / "whole").folder
@@ -95,6 +97,7 @@ def test_a_disk_that_is_full(share: float, model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1_000, 60_000])
+@pytest.mark.thorough
 def test_files_that_may_not_grow(limit: int, model: Path, tmp_path: Path) -> None:
     """With --force the earlier export stays."""
     out = tmp_path / "here" / "out"
@@ -151,6 +154,7 @@ IDS = ("--prompt-ids", "1,2", "--max-new-tokens", 2, "--provider", "cpu", "--thr
 @pytest.mark.parametrize(
     "what", ["to", "model", f"model/{SECOND}", "model/config.json", "model/tokenizer.json"]
 )
+@pytest.mark.thorough
 def test_no_permission(what: str, place: Path) -> None:
     """Nothing is left behind, and the earlier export stays."""
     before, mode = snapshot(place), (place / what).stat().st_mode
@@ -196,9 +200,9 @@ def replace(path: Path) -> None:
     other.replace(path)
 
 
-@pytest.mark.parametrize("change", [rewrite, replace, lambda path: path.unlink()])
+@pytest.mark.parametrize("change", but_first([rewrite, replace, lambda path: path.unlink()]))
 @pytest.mark.parametrize("name", [FIRST, "config.json", "tokenizer.json", "model.safetensors.index.json"])
-@pytest.mark.parametrize("dtype", ["f32", "int8"])
+@pytest.mark.parametrize("dtype", but_first(["f32", "int8"]))
 def test_a_checkpoint_that_changes_meanwhile(
     change: Callable[[Path], None], name: str, dtype: str, model: Path, tmp_path: Path
 ) -> None:
@@ -229,6 +233,7 @@ def test_what_is_not_read_may_change(model: Path, tmp_path: Path) -> None:
     assert_whole(tmp_path / "out")
 
 
+@pytest.mark.thorough
 def test_two_exports_to_one_folder(model: Path, tmp_path: Path) -> None:
     """The second is refused, and the first ends whole."""
     out = tmp_path / "here" / "out"
@@ -250,6 +255,7 @@ def test_two_exports_to_one_folder(model: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["out"]
 
 
+@pytest.mark.thorough
 def test_two_exports_begun_at_once(model: Path, tmp_path: Path) -> None:
     """One of them is refused."""
     with (

@@ -40,6 +40,7 @@ def export(tmp_path: Path) -> Iterator[Callable[..., tuple[int, Path]]]:
         shutil.rmtree(tmp_path / folder, ignore_errors=True)
 
 
+@pytest.mark.thorough
 def test_tensor_is_never_held_whole(export: Callable[..., tuple[int, Path]]) -> None:
     """This one alone would pass the limit (C3 in docs/faults.md)."""
     peak, _ = export("F32", "f16", 250 * MB, tied=True)

@@ -19,6 +19,7 @@ from qwen_onnx.exports.publish.staging import recover
 from qwen_onnx.exports.writer import hash_file
 from support.checkpoints import QWEN2, write_checkpoint
 from support.exporting import export_model
+from support.patience import PATIENCE
 from support.text_fixtures import write_folder
 
 pytestmark = [
@@ -27,7 +28,6 @@ pytestmark = [
 ]
 
 POINTS = 50
-PATIENCE = 120  # seconds: of a slow machine, not of the program
 # Counts what it does to files below a folder, and dies before the step that it is told.
 CHILD = """
 import os, signal, sys

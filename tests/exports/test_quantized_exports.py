@@ -235,6 +235,7 @@ HELD_OUT = json.loads(Path(__file__).parents[1].joinpath("tiny").joinpath("held_
 
 
 @pytest.mark.parametrize(("dtype", "least", "answers"), [("int8", 0.99, 40), ("int4", 0.95, 38)])
+@pytest.mark.thorough
 def test_held_out_text_of_tiny(dtype: str, least: float, answers: int) -> None:
     """Top-1 agreement with f32 at every position of the held-out chats, and their answers as f32 gives them."""
     plain, quantized = (load(tiny(kind), provider="cpu", threads=1) for kind in ("f32", dtype))

@@ -16,6 +16,7 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.exports.publish import temporary_folders
 from qwen_onnx.exports.publish.staging import discard, recover, staged_folder, sweep
 from qwen_onnx.exports.publish.temporary_folders import hold, temporary_name
+from support.patience import PATIENCE
 from support.staging import NEW, OLD, publish, tree, under, write
 
 CHILD = """
@@ -208,7 +209,7 @@ class TestKilled:
 
     def kill(self, out: Path, *, force: bool, at: str) -> None:
         process = child(out, force=force, killed_at=at)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
         assert process.returncode == -signal.SIGKILL
 
     @pytest.mark.parametrize("at", ["body", "rename 1"])
@@ -298,13 +299,13 @@ class TestTwoAtOnce:
                 attempt(out)
         publish(tmp_path / "another")
         sweep(tmp_path)
-        _, err = first.communicate("go\n", timeout=30)
+        _, err = first.communicate("go\n", timeout=PATIENCE)
         assert (first.returncode, err) == (0, "")
         assert tree(tmp_path) == under("out", NEW) | under("another", NEW)
 
     def test_of_several_starters_one_wins_and_none_breaks_it(self, tmp_path: Path) -> None:
         starters = [child(tmp_path / "out") for _ in range(4)]
-        ends = [(process.communicate(timeout=30)[1], process.returncode) for process in starters]
+        ends = [(process.communicate(timeout=PATIENCE)[1], process.returncode) for process in starters]
         assert sorted(code for _, code in ends) == [0, 1, 1, 1]
         for line, code in ends:
             assert code == 0 or line.startswith(f"error: {tmp_path / 'out'}: ")
@@ -317,7 +318,7 @@ class TestTwoAtOnce:
             with pytest.raises(subprocess.TimeoutExpired):
                 waiting.wait(0.5)
             assert tree(tmp_path) == {}
-        assert waiting.wait(30) == 0
+        assert waiting.wait(PATIENCE) == 0
         waiting.communicate()
 
     @pytest.mark.parametrize("missing", ["module", "support"])

@@ -152,6 +152,7 @@ def test_h3_a_plain_install_has_no_torch_in_it() -> None:
     assert len(seen) < 70
 
 
+@pytest.mark.thorough
 def test_h4_doctor_is_complete_on_a_machine_without_a_gpu() -> None:
     """The report tells of libraries, driver and TensorRT, found or missing."""
     ran = command("doctor", "--json")

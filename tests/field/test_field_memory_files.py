@@ -95,6 +95,7 @@ def test_c2_tied_weights_are_written_once(options: dict[str, Any], head: Any, tm
 
 
 @on_linux
+@pytest.mark.thorough
 def test_c3_memory_of_an_export_is_that_of_a_tensor_or_two(tmp_path: Path) -> None:
     """Peaks for 1 and 3 layers, in two shards each, differ by far less than the layers' size."""
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 320}

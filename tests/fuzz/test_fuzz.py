@@ -13,10 +13,11 @@ import pytest
 
 from support.fuzz.fuzzing import Case, Result, choose_cases, corpus, make_base, run_cases, summary
 from support.fuzz.targets import TARGETS
+from support.marks import but_first
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits of memory are another thing there")
 
-SHORT, LONG = 2_000, 22_000
+FEW, SHORT, LONG = 300, 2_000, 22_000
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,11 @@ def verify(cases: list[Case], results: list[Result]) -> None:
         assert outcomes == wanted, f"{target}: {outcomes} only, so its cases say little"
 
 
-def test_a_short_run(base: Path) -> None:
+@pytest.mark.parametrize("count", but_first([FEW, SHORT]))
+def test_a_short_run(count: int, base: Path) -> None:
     """No case ends in a traceback, a hang, a crash of the process, or a file that is written elsewhere."""
-    cases = choose_cases(SHORT)
-    assert len(cases) >= SHORT
+    cases = choose_cases(count)
+    assert len(cases) >= count
     verify(cases, run_cases(cases, base))
 
 
@@ -50,6 +52,7 @@ def test_a_long_run(base: Path) -> None:
     verify(cases, run_cases(cases, base, processes=os.cpu_count() or 1))
 
 
+@pytest.mark.thorough
 def test_a_case_is_the_same_each_time(base: Path) -> None:
     """A number in the corpus stands for one case, whatever ran before it."""
     cases = [(target, number) for target in TARGETS for number in (3, 4)]
@@ -57,12 +60,13 @@ def test_a_case_is_the_same_each_time(base: Path) -> None:
     assert first == second[::-1]
 
 
+@pytest.mark.thorough
 def test_what_is_a_fault_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of fault is found, and the cases after one that kills its process are run."""
     monkeypatch.setenv("QWEN_ONNX_FUZZ_SECONDS", "1")
     said = (
         "ended with -11",
-        "Timeout",
+        "ended with -27",  # SIGPROF
         "written outside",
         "ValueError: x",
         "not one printable line",

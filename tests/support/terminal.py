@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from support.command import child
+from support.patience import PATIENCE
 
-PATIENCE = 180  # seconds: of a slow machine, not of the program
 # The child makes the terminal its own, so that Ctrl-C typed there is a signal to it.
 CONTROLLING = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
 

@@ -19,9 +19,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from qwen_onnx import load
 from qwen_onnx.exports.layouts import triton
 from support import triton_stub
+from support.patience import PATIENCE
 
 NUMPY = {"TYPE_STRING": "O", "TYPE_BOOL": "?", "TYPE_INT32": "i4", "TYPE_INT64": "i8"}
-LONG_S = 60.0
+LONG_S = PATIENCE
 
 
 def _config_class() -> Any:

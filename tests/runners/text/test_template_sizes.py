@@ -10,6 +10,7 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.template.sandbox import TemplateSandbox
 from qwen_onnx.runners.text.template.sizes import METER, Meter
+from support.patience import PATIENCE
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -159,7 +160,7 @@ def outcomes() -> dict[str, str]:
         text=True,
     )
     try:
-        output, _ = child.communicate(json.dumps(REFUSED), timeout=300)
+        output, _ = child.communicate(json.dumps(REFUSED), timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         child.kill()
         output, _ = child.communicate()
@@ -171,6 +172,7 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.thorough
 def test_what_multiplies_is_refused(outcomes: dict[str, str], name: str) -> None:
     """It would hang in C code, where no Ctrl-C helps, or take the machine's memory."""
     said = outcomes.get(name, "the process ended before")

@@ -19,6 +19,8 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from support.patience import PATIENCE
+
 RUNTIME = Path(__file__).parent / "runtime.c"
 LIBRARY = "libqwen_stand_ins.so"
 """All of them are this one library under many names, so that they share what they count."""
@@ -136,7 +138,7 @@ def run(
     *arguments: object,
     trace: Path | None = None,
     env: Mapping[str, str] = {},
-    timeout: float = 300,
+    timeout: float = PATIENCE,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program over the stand-ins in `folder`; `import cuda_stand_ins` works in it.
 

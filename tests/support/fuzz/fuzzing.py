@@ -59,7 +59,7 @@ def choose_cases(count: int, first: int = 0) -> list[Case]:
     chosen = [
         (target, first + number)
         for target, (_, cases) in TARGETS.items()
-        for number in range(max(20, -(-cases * count // whole)))
+        for number in range(max(50, -(-cases * count // whole)))
     ]
     random.Random(0).shuffle(chosen)
     return [*corpus(), *chosen]

@@ -14,7 +14,6 @@ import math
 import os
 import random
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,7 +321,8 @@ def faulty(rng: random.Random, base: Base, number: int) -> None:
         case 0:
             os.kill(os.getpid(), 11)
         case 1:
-            time.sleep(99)
+            while True:
+                pass
         case 2:
             (base.scratch.parent / "outside").write_text("x")
         case 3:

@@ -6,6 +6,7 @@ import faulthandler
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -14,9 +15,10 @@ from typing import Any
 
 from qwen_onnx.errors import UserError
 from support.fuzz.targets import Base, case
+from support.patience import PATIENCE
 
 SECONDS = float(os.environ.get("QWEN_ONNX_FUZZ_SECONDS", "20"))
-"""Most that a case may take; the machine may be busy."""
+"""Most processor time of a case, so that a busy machine makes no fault of it."""
 MEMORY = 24 << 30
 """Most address space, of which ONNX Runtime reserves much and uses little."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -80,15 +82,18 @@ def main() -> None:
     os.dup2(2, 1)  # what else prints, a library's native code too, prints to stderr
     base = Base(Path(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    faulthandler.register(signal.SIGPROF, chain=True)  # says where it was, and ends the process
     watch = Watch(base.scratch)
     for line in sys.stdin:
         target, number = json.loads(line)
         print(json.dumps({"begun": [target, number]}), file=results)
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
-        started = time.perf_counter()
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)  # of one that sleeps
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        started = time.process_time()
         outcome, detail = run(target, number, base, watch)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         faulthandler.cancel_dump_traceback_later()
-        seconds = round(time.perf_counter() - started, 4)
+        seconds = round(time.process_time() - started, 4)
         print(json.dumps({"outcome": outcome, "detail": detail[-2000:], "seconds": seconds}), file=results)
 
 
