@@ -34,16 +34,20 @@ class Kind(Protocol):
     @property
     def wanted(self) -> str:
         """In words, as `a number of 0 or more`."""
+        ...
 
     @property
     def typed(self) -> Any:
         """As the command line reads it."""
+        ...
 
     def accepts(self, value: Any) -> bool:
         """Whether it is one."""
+        ...
 
     def parse(self, text: str) -> object:
         """What somebody typed for a value; it need not be one."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

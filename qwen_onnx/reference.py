@@ -134,7 +134,8 @@ def _yarn_ramp(scaling: RopeScaling, theta: float, head_dim: int) -> F64:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # a step instead of a division by zero
-    return np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    pairs = np.arange(head_dim // 2, dtype=np.float64)
+    return np.asarray(np.clip((pairs - low) / (high - low), 0.0, 1.0), np.float64)
 
 
 def rope_cos_sin(config: QwenConfig, positions_S: NDArray[Any]) -> tuple[F64, F64]:

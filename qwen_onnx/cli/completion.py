@@ -88,10 +88,8 @@ class Completion:
 
     def as_json(self, chat: Chat) -> dict[str, object]:
         """What `run --json` prints."""
-        fields = dataclasses.asdict(self) | {
-            "provider": chat.runner.provider,
-            "dtype": chat.runner.manifest.dtype,
-        }
+        fields: dict[str, object] = dataclasses.asdict(self)
+        fields |= {"provider": chat.runner.provider, "dtype": chat.runner.manifest.dtype}
         del fields["content"]
         for name in ("top_logits", "logprobs", "reasoning", "tool_calls"):
             if fields[name] is None:

@@ -119,10 +119,14 @@ def _round(
     np.rint(scaled, out=codes)
     np.clip(codes, -quant.zero_point, quant.zero_point - 1, out=codes)
     scaled -= codes
-    squares = np.maximum(_sums(codes, codes), np.float32(1))  # of integers, so 0 in blocks of zeros only
+    squares: Floats = np.maximum(
+        _sums(codes, codes), np.float32(1)
+    )  # of integers, so 0 in blocks of zeros only
     slope = _sums(scaled, codes)
     slope /= squares
-    return _sums(scaled, scaled) - slope * slope * squares, slope + np.float32(1)
+    error = np.asarray(_sums(scaled, scaled) - slope * slope * squares, np.float32)
+    slope += np.float32(1)
+    return error, slope
 
 
 def _sums(a: Floats, b: Floats) -> Floats:

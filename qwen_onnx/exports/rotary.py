@@ -47,4 +47,5 @@ def _yarn_ramp(config: QwenConfig, scaling: RopeScaling) -> NDArray[np.float64]:
     low, high = max(low, 0), min(high, config.head_dim - 1)
     if low == high:
         high += 0.001  # a step, not a division by zero
-    return np.clip((np.arange(config.head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    pairs = np.arange(config.head_dim // 2, dtype=np.float64)
+    return np.asarray(np.clip((pairs - low) / (high - low), 0.0, 1.0), np.float64)

@@ -42,7 +42,7 @@ def _eos_token_ids(path: Path) -> frozenset[int]:
     # `True` is an int to Python, and would stop at token 1.
     if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
         raise UserError(f"{path}: eos_token_id must be a token id, a list of them or null; found {value!r}")
-    return frozenset(ids)
+    return frozenset(map(int, ids))
 
 
 def _eos_token(path: Path, tokenizer: Tokenizer) -> frozenset[int]:

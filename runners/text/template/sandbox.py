@@ -84,10 +84,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             meter.spend(sum(len(arg) for arg in args if isinstance(arg, Sized)))
         elif isinstance(__obj, BuiltinMethodType):
             args, kwargs = bounded_arguments(meter, __obj, args, kwargs)
-        elif isinstance(__obj, FunctionType) and hasattr(__obj, "__wrapped__"):
-            args, kwargs = bounded_arguments(
-                meter, __obj.__wrapped__, args, kwargs
-            )  # Jinja wraps `str.format`
+        elif isinstance(__obj, FunctionType) and (wrapped := getattr(__obj, "__wrapped__", None)):
+            args, kwargs = bounded_arguments(meter, wrapped, args, kwargs)  # Jinja wraps `str.format`
         elif not isinstance(__obj, Macro):
             # A macro is given its arguments; anything else may go over them.
             for name, arg in (*enumerate(args), *kwargs.items()):

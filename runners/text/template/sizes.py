@@ -5,7 +5,7 @@ compared, in C code that nothing interrupts. So no value that is larger than a t
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -32,7 +32,7 @@ _NUMBER = 16
 # Keys that are tuples may be chosen to have the same hash, too.
 _MOST_TUPLES = 64
 _COMPARISONS_A_ROUND = 256
-_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 
 
 class Meter:
@@ -76,7 +76,8 @@ class Meter:
         elif isinstance(value, list | tuple | set | frozenset):
             items, count = value, len(value)
         elif isinstance(value, _VIEWS):
-            items, count = chain.from_iterable(value.mapping.items()), 2 * len(value)
+            mapping: Mapping[object, object] = value.mapping
+            items, count = chain.from_iterable(mapping.items()), 2 * len(mapping)
         else:
             return _NUMBER, 0
         known = self._known.get(id(value))
