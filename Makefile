@@ -53,7 +53,7 @@ types: $(VENV)/installed-lint
 
 # What a user gets: a plain install, used from elsewhere; and on it the tests of what a wheel or the newest ONNX
 # Runtime could change (its CPU wheel has no CUDA provider to run over stand-ins).
-OF_WHEEL := package/test_api.py package/test_imports.py package/test_tiny.py cli/test_cli.py cli/test_cli_exports.py \
+OF_WHEEL := package/test_api.py package/test_structure.py package/test_tiny.py cli/test_cli.py cli/test_cli_exports.py \
 	checks/test_info.py exports/test_layouts.py exports/test_quantized_exports.py graphs/test_portable_graphs.py runners
 wheel:
 	rm -rf build $(VENV)/user && $(PYTHON) -m venv $(VENV)/user

@@ -108,6 +108,16 @@ def test_commands_that_make_environments_are_run_by_ci() -> None:
                 assert all(target in ci for target in command.split()[1:]), command
 
 
+def test_files_that_the_makefile_names_are_there() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    lists = re.findall(r"(?m)^(?:QUICK|OF_WHEEL) := ((?:.*\\\n)*.*)$", text)
+    tests = [name for names in lists for name in names.replace("\\", " ").split()]
+    assert len(tests) > 15
+    scripts = re.findall(r"(?:bench|tests|docs)/[\w/.]+", text)
+    for path in [*(ROOT / "tests" / name for name in tests), *(ROOT / name for name in scripts)]:
+        assert path.exists(), path
+
+
 def test_readme_s_commands_work_and_print_what_it_shows(environment: dict[str, str], tmp_path: Path) -> None:
     printed = run_all(README, tmp_path, environment)
     shown = [line for block in blocks(README, "") for line in block.splitlines()]
