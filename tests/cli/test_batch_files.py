@@ -280,9 +280,9 @@ def test_results_of_something_else_are_left_alone(
     broken = content.replace(b"token_ids", b"token\nids", 1)
     other = load(tiny(), provider="cpu", threads=1)
     cases: list[tuple[Chat, Path, bytes, dict[str, Any], str]] = [
-        (chat, changed, part, FOUR_TOKENS, "its line 3 is no answer to line 3 there"),
+        (chat, changed, part, FOUR_TOKENS, "its line 3 is not the result of line 3 there"),
         (chat, shorter, part, FOUR_TOKENS, "it goes on after the 5 lines"),
-        (chat, file, part, {"max_new_tokens": 5}, "its line 1 is no answer to line 1"),
+        (chat, file, part, {"max_new_tokens": 5}, "its line 1 is not the result of line 1"),
         (chat, file, part, {"max_new_tokens": 4, "stop": ["x"]}, "its line 1"),
         (other, file, part, FOUR_TOKENS, "its line 1"),
         (chat, file, b"my notes", FOUR_TOKENS, "no result"),
@@ -295,6 +295,21 @@ def test_results_of_something_else_are_left_alone(
         refused(run_batch, model, lines_file, out, asked, mentions=(str(out), mentions, "name another file"))
         assert out.read_bytes() == held
     refused(run_batch, chat, file, file, mentions=("its line 1",))
+
+
+def test_results_of_an_earlier_version_are_left_alone(tmp_path: Path) -> None:
+    """As version 0.4.0 wrote them, of the same model, input and options."""
+    file = write(tmp_path / "questions", '{"id":"a","prompt":"What is 3 plus 4?"}')
+    old = (
+        '{"line": 1, "key": "9cd3130a99d47cf9", "id": "a", "text": "3 plus 4 is 7.", '
+        '"token_ids": [21, 498, 223, 22, 292, 223, 25, 16], "finish_reason": "length", "prompt_tokens": 27}\n'
+    )
+    out = tmp_path / "out"
+    out.write_text(old, encoding="utf-8")
+    chat = load(tiny(), provider="cpu", threads=1)
+    mentions = (out, "another version", "name another file, or remove it")
+    refused(run_batch, chat, file, out, {"max_new_tokens": 8}, mentions=mentions)
+    assert out.read_text(encoding="utf-8") == old
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are another thing there")

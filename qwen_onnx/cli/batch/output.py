@@ -93,14 +93,15 @@ class Results:
         with contextlib.suppress(ValueError, RecursionError):
             result = json.loads(text)
         if not text.startswith(head) or not isinstance(result, dict):
-            raise self._foreign(f"its line {self.done + 1} is no answer to line {line.number} there")
+            raise self._foreign(f"its line {self.done + 1} is not the result of line {line.number} there")
         self._end += len(text)
         self._count(result)
         return True
 
     def _foreign(self, found: str) -> UserError:
         return UserError(
-            f"{self._out}: not of this input, model and options ({found}); name another file, or remove it"
+            f"{self._out}: not of this input, model and options, or of another version ({found}); "
+            "name another file, or remove it"
         )
 
     def _count(self, result: dict[str, object]) -> None:
