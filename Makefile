@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick lint types thorough parity soak runtimes quick-runtimes huge wheel sdist smoke clean
+.PHONY: demo test quick lint types thorough parity soak mutants runtimes quick-runtimes huge wheel sdist smoke clean
 
 demo: $(VENV)/installed
 	@$(BIN)/qwen-onnx export tiny $(VENV)/tiny-f32 --force >&2
@@ -30,6 +30,10 @@ parity: $(VENV)/installed-parity
 # Damaged files and commands, 22,000 of them, kill points and thousands of generations.
 soak: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q -m "fuzz or soak"
+
+# Small faults planted in the code, one at a time: prints those that no test notices. An hour or more.
+mutants: $(VENV)/installed-test $(VENV)/installed-mutants
+	$(BIN)/python tests/mutants/run.py
 
 # Every runtime that the portable graph was tried in, each in an environment of its own (gigabytes); writes the table.
 runtimes quick-runtimes: export QWEN_ONNX_RUNTIMES ?= $(CURDIR)/$(VENV)/runtimes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from qwen_onnx.checks.tolerances import logit_bound
 from qwen_onnx.contract import DTYPES, QWEIGHT, SCALES, WEIGHTS_FILE
 from qwen_onnx.contract.manifest import Manifest
 from qwen_onnx.exports.quantize import dequantize
-from qwen_onnx.reference import reference_logits
+from qwen_onnx.reference import Read, reference_logits
 from qwen_onnx.runners.chat import Chat
 
 _REFERENCE_TOKENS = 48
@@ -27,8 +28,15 @@ KL_BOUNDS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 2e-2, "int8": 3e-2}
 def check_logits(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Finding:
     """Logits of a fixed text against the reference in float64, over the weights as they are stored."""
     found, ids = _logits(chat, manifest)
+    read = exported_weights(chat.runner.folder, manifest, checkpoint)
+    wanted = reference_logits(checkpoint.config, read, ids, last=len(found))
+    return compare_logits(found, wanted, chat.runner.arithmetic, layers=manifest.num_hidden_layers)
+
+
+def exported_weights(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> Read:
+    """The weights that an export computes with: the checkpoint's, rounded to its dtype or its blocks of integers."""
     rounded = FLOAT_DTYPES[DTYPES.get(manifest.dtype, "F32")]
-    stored = read_header(chat.runner.folder / WEIGHTS_FILE) if manifest.quantized else {}
+    stored = read_header(folder / WEIGHTS_FILE) if manifest.quantized else {}
 
     def read(name: str) -> NDArray[Any]:
         tensor = checkpoint.read(name)
@@ -39,8 +47,7 @@ def check_logits(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Find
         packed = np.memmap(integers.file, np.uint8, "r", integers.offset, integers.shape)
         return dequantize(packed, scales, tensor.shape[1], blocks)
 
-    wanted = reference_logits(checkpoint.config, read, ids, last=len(found))
-    return compare_logits(found, wanted, chat.runner.arithmetic, layers=manifest.num_hidden_layers)
+    return read
 
 
 def check_quality(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Finding:

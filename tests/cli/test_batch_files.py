@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import random
+import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from qwen_onnx import UserError, export, load
 from qwen_onnx.cli.batch import input as batch_lines
@@ -23,7 +26,7 @@ from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.buffers import CacheMemory
 from qwen_onnx.runners.sampling.params import GREEDY
-from support.chats import endless, poisoned, tiny
+from support.chats import endless, endless_checkpoint, poisoned, tiny
 from support.command import Ran, child, command
 from support.patience import PATIENCE
 from support.refusals import refused
@@ -295,6 +298,21 @@ def test_results_of_something_else_are_left_alone(
         refused(run_batch, model, lines_file, out, asked, mentions=(str(out), mentions, "name another file"))
         assert out.read_bytes() == held
     refused(run_batch, chat, file, file, mentions=("its line 1",))
+
+
+def test_results_of_a_model_that_differs_in_its_weights_only_are_left_alone(
+    chat: Chat, whole: tuple[Path, bytes], tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(endless_checkpoint(), tmp_path / "checkpoint")
+    tensors = safetensors.numpy.load_file(checkpoint / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.float32(1.5)
+    safetensors.numpy.save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    other = load(export(checkpoint, tmp_path / "other").folder, provider="cpu", threads=1)
+    assert other.runner.describe() == chat.runner.describe()
+    file, content = whole
+    out = tmp_path / "out"
+    out.write_bytes(content[: len(content) - 40])
+    refused(run_batch, other, file, out, mentions=("its line 1 is not the result of line 1",))
 
 
 def test_results_of_an_earlier_version_are_left_alone(tmp_path: Path) -> None:

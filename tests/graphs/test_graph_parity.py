@@ -26,7 +26,7 @@ SLICED = [
 ]
 WHOLE = [
     *((name, "f32", "static-capture") for name in ("qwen2", "qwen2_yarn", "qwen3", "qwen3_head_dim_48")),
-    *((name, "f32", "static-grouped") for name in ("qwen2", "qwen2_14_2", "qwen3")),
+    *((name, "f32", "static-grouped") for name in ("qwen2", "qwen2_14_2", "qwen3", "qwen3_head_dim_48")),
     *((name, "f16", "static-capture") for name in ("qwen2_14_2", "qwen2_head_dim_2")),
 ]
 """Attend over the whole cache. In f16 these are what heads get whose size GroupQueryAttention does not take, and

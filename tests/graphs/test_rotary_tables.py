@@ -28,8 +28,13 @@ def tables(config: QwenConfig, positions: int) -> list[np.ndarray]:
         def pair(turns: float) -> float:
             return config.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), config.head_dim - 1)
-        share = [min(max((i - low) / (high - low), 0), 1) for i in range(width)]
+        low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, config.head_dim - 1)
+        share = [
+            min(max((i - low) / (high - low), 0), 1) if high > low else float(i > low) for i in range(width)
+        ]
         frequencies = [f * (1 - s) + f / scaling.factor * s for f, s in zip(frequencies, share, strict=True)]
     angles = [[position * frequency for frequency in frequencies] for position in range(positions)]
     return [
@@ -38,7 +43,21 @@ def tables(config: QwenConfig, positions: int) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("raw", [QWEN2, QWEN2_LINEAR, QWEN2_YARN, QWEN3_BIAS])
+def yarn(**options: Any) -> dict[str, Any]:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    return {**QWEN3_BIAS, "rope_theta": 1e4, "rope_scaling": {**scaling, **options}}
+
+
+YARN = [
+    QWEN2_YARN,
+    yarn(beta_fast=8, beta_slow=1, truncate=False),
+    yarn(beta_fast=8, beta_slow=1),
+    yarn(beta_fast=2, beta_slow=2, truncate=False),  # a ramp that is a step
+    yarn(beta_fast=2, beta_slow=2),
+]
+
+
+@pytest.mark.parametrize("raw", [QWEN2, QWEN2_LINEAR, *YARN, QWEN3_BIAS])
 def test_rotary_tables_are_the_formula(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As doubles give it at far positions too, and the same rows in pieces of any length."""
     config, positions = parse_config(raw), 2_000

@@ -15,8 +15,7 @@ import pytest
 import qwen_onnx
 from qwen_onnx import UserError, export, load
 from qwen_onnx.checkpoints.checkpoint import open_checkpoint
-from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES
-from qwen_onnx.contract import DTYPES
+from qwen_onnx.checks.logits import exported_weights
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners import generate
 from qwen_onnx.runners.chat import Chat
@@ -24,7 +23,8 @@ from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
 from support.chats import endless, endless_checkpoint, tiny
 from support.command import command
-from support.tolerances import EXACT, F32, F32_ORDER, INT8_ACTIVATIONS, OF_DTYPE, Tolerance, assert_close
+from support.int8_products import assert_as_a_kernel, reference_in_int8
+from support.tolerances import EXACT, F32, F32_ORDER, INT8_EDGE, OF_DTYPE, Tolerance, assert_close
 
 TEXT = "What is the capital of France? The capital of France is Paris. 3 plus 4 is 7, naïve “quotes” too."
 ONE_THREAD = SessionOptions(provider="cpu", threads=1)
@@ -34,11 +34,11 @@ FOLDERS: dict[str, tuple[Callable[[str], Path], Callable[[], Path]]] = {
 }
 
 
-def wanted(checkpoint: Path, ids: list[int], chat: Chat, dtype: str = "f32") -> np.ndarray:
+def wanted(checkpoint: Path, ids: list[int], chat: Chat) -> np.ndarray:
     """ln p of every id but the first in float64, over the ids that name a token."""
     opened = open_checkpoint(checkpoint)
-    kind = FLOAT_DTYPES[DTYPES[dtype]]
-    logits = reference_logits(opened.config, lambda name: opened.read(name).astype(kind), ids)
+    read = exported_weights(chat.runner.folder, chat.runner.manifest, opened)
+    logits = reference_logits(opened.config, read, ids)
     named = np.arange(logits.shape[1]) < chat.tokenizer.size
     named[chat.tokenizer.holes] = False
     logits[:, ~named] = -np.inf
@@ -65,7 +65,7 @@ def test_logprobs_are_those_of_float64(name: str, dtype: str) -> None:
     folder, checkpoint = FOLDERS[name]
     chat = Chat(Runner(folder(dtype), ONE_THREAD, for_scores=True))
     ids = chat.prompt_ids(TEXT)
-    assert_close(found(chat), wanted(checkpoint(), ids, chat, dtype), twice(OF_DTYPE[dtype]))
+    assert_close(found(chat), wanted(checkpoint(), ids, chat), twice(OF_DTYPE[dtype]))
     result = chat.score(TEXT)
     assert result.token_ids == tuple(ids)
     assert result.windows == 1
@@ -89,7 +89,7 @@ def test_memory_is_bounded_and_numbers_are_the_same(dtype: str, monkeypatch: pyt
 
     for name in ("prefill", "decode", "score"):
         monkeypatch.setattr(Runner, name, noting(getattr(Runner, name)))
-    tolerance = twice(F32_ORDER if dtype == "f32" else INT8_ACTIVATIONS)
+    tolerance = twice(F32_ORDER if dtype == "f32" else INT8_EDGE)
     row = 4 * chat.runner.manifest.vocab_size
     for rows in (1, 7, 20):
         monkeypatch.setattr(generate, "SCORED_BYTES", rows * row + 5)
@@ -100,11 +100,14 @@ def test_memory_is_bounded_and_numbers_are_the_same(dtype: str, monkeypatch: pyt
     assert_close(found(small), whole, tolerance)
 
 
-def test_quantized_weights_score_nearly_as_their_model() -> None:
+def test_quantized_weights_score_as_the_kernels_are_to_compute() -> None:
     chat = load(tiny("int8"), provider="cpu", threads=1)
     ids = chat.prompt_ids(TEXT)
     checkpoint = FOLDERS["tiny"][1]()
-    assert_close(found(chat), wanted(checkpoint, ids, chat), twice(INT8_ACTIVATIONS))
+    in_f32 = wanted(checkpoint, ids, chat)
+    with reference_in_int8(128):
+        in_int8 = wanted(checkpoint, ids, chat)
+    assert_as_a_kernel(found(chat), in_int8, in_f32)
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows() -> None:

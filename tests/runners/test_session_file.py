@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
+import safetensors.numpy
 
+import qwen_onnx
 from qwen_onnx import UserError, export, load
 from qwen_onnx.runners import session_file
 from qwen_onnx.runners.chat import Chat
@@ -227,6 +230,29 @@ def test_another_export_of_the_same_weights_loads_it(tmp_path: Path) -> None:
         other_chat = opened(other)
         with pytest.raises(UserError, match=r"saved with 'tiny' in 'f32'; this export, .* has other weights"):
             other_chat.load(tmp_path / "session")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_model_that_differs_in_one_file_does_not(file: str, tmp_path: Path) -> None:
+    """Ids of another tokenizer are other words, over the same weights."""
+    first = opened(tiny())
+    said(first, IDS[:20])
+    first.save(tmp_path / "session")
+    checkpoint = shutil.copytree(Path(qwen_onnx.__file__).parent / "tiny", tmp_path / "checkpoint")
+    if file == "model.safetensors":
+        tensors = safetensors.numpy.load_file(checkpoint / file)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.float32(1.5)
+        safetensors.numpy.save_file(tensors, checkpoint / file, {"format": "pt"})
+    else:
+        content = json.loads((checkpoint / file).read_text(encoding="utf-8"))
+        if file == "config.json":
+            content["rope_theta"] *= 2
+        else:
+            content["normalizer"] = {"type": "Lowercase"}
+        (checkpoint / file).write_text(json.dumps(content), encoding="utf-8")
+    (checkpoint / "golden.json").unlink()
+    other = opened(export(checkpoint, tmp_path / "other").folder)
+    assert "has other weights" in refused(other, tmp_path / "session")
 
 
 def test_a_cache_of_another_dtype_is_computed_anew(tmp_path: Path) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from qwen_onnx import UserError, load
-from qwen_onnx.runners import speculate
+from qwen_onnx.runners import sequence
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.speculate import PAUSE, PromptLookup, is_near
-from support.chats import tiny
+from support.chats import copy_export, tiny
 from support.command import command
+from support.damage import change_manifest
 from support.exports import IDS, Exported
 from support.tolerances import F32, assert_close
 
@@ -68,10 +71,49 @@ def test_ids_are_those_of_plain_greedy(pair: tuple[Chat, Chat], monkeypatch: pyt
     assert sum(counts) > 2 * len(counts) > 100
 
 
+@pytest.mark.parametrize("end", ["stop", "length", "eos"])
+def test_right_guesses_after_the_end_are_not_kept(end: str, tmp_path: Path) -> None:
+    """The next turn goes on after the end, as where nothing was guessed."""
+    folder = copy_export(tiny(), tmp_path / "export")
+    whole = list(load(folder, provider="cpu", threads=1).generate(REPEATING, max_new_tokens=6))
+    if end == "eos":  # a token in the middle of what it would say
+        change_manifest(folder, eos_token_ids=(whole[3].token_id,))
+    options: dict[str, Any] = {"stop": {"stop": [whole[3].text]}, "length": {"max_new_tokens": 4}, "eos": {}}
+    found = []
+    for speculates in (False, True):
+        chat = load(folder, provider="cpu", threads=1, speculate=speculates)
+        first = generated(chat, REPEATING, **options[end])
+        used = chat.context_used
+        told = [*chat.prompt_ids(REPEATING), *(token_id for token_id, _ in first), 40, 41]
+        tokens = list(chat.generate(told, max_new_tokens=6, ignore_eos=True))
+        found.append((first, used, [token.token_id for token in tokens], tokens[0].cached_tokens))
+    assert found[0] == found[1]
+    assert found[0][0] == [*((token.token_id, None) for token in whole[:3]), (whole[3].token_id, end)]
+
+
+def test_a_near_tie_is_computed_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where everything is near to something, each token is that of a step of its own, as without guesses."""
+    chat = load(tiny(), provider="cpu", threads=1, speculate=True)
+    counts = count_scores(chat, monkeypatch)
+    monkeypatch.setattr(sequence, "is_near", lambda logits: True)
+    ids = [7, 8, 9, 10] * 8
+    wanted = generated(load(tiny(), provider="cpu", threads=1), ids, max_new_tokens=24, ignore_eos=True)
+    real, asked = chat.runner.decode, []
+
+    def decode(*arguments: Any) -> np.ndarray:
+        asked.append(arguments[1].shape)
+        return real(*arguments)
+
+    monkeypatch.setattr(chat.runner, "decode", decode)
+    assert generated(chat, ids, max_new_tokens=24, ignore_eos=True) == wanted
+    assert counts, "nothing was guessed"
+    assert len(asked) == 23, "each token after the first in a step of its own"
+
+
 def test_a_quote_takes_few_steps(pair: tuple[Chat, Chat], monkeypatch: pytest.MonkeyPatch) -> None:
     _, speculating = pair
     ids = [7, 8, 9, 10]
-    monkeypatch.setattr(speculate, "is_near", lambda logits: False)
+    monkeypatch.setattr(sequence, "is_near", lambda logits: False)
     counts = count_scores(speculating, monkeypatch)
     made = generated(speculating, ids * 8, max_new_tokens=64, ignore_eos=True)
     assert len(made) == 64

@@ -172,6 +172,16 @@ def test_a_flushed_detokenizer_is_as_new() -> None:
     assert [detokenizer.push(second), detokenizer.flush(), detokenizer.flush()] == ["�", "", ""]
 
 
+@pytest.mark.parametrize("name", OTHER_DECODERS)
+def test_a_flushed_detokenizer_of_any_decoder_is_as_new(name: str) -> None:
+    """The next text begins as its own: with no space before it where the decoder strips the first one."""
+    tokenizer = other(name)
+    ids = tokenizer.encode("one two")
+    detokenizer = StreamDetokenizer(tokenizer)
+    for _ in range(3):
+        assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == tokenizer.decode(ids)
+
+
 class CountingTokenizer(Tokenizer):
     """Records how many ids each decode is asked for."""
 
