@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import hashlib
 import json
 import os
 import queue
@@ -30,7 +31,6 @@ from planted import PLANTED
 
 ROOT = Path(__file__).parents[2]
 EXPLAINED = Path(__file__).with_name("explained.json")
-MAP = ROOT / ".venv" / "mutants.coverage"
 ROOMS = {
     "graphs": 0.3, "runners/model": 0.15, "runners/sampling": 0.12, "runners": 0.13,
     "qwen_onnx/exports": 0.15, "qwen_onnx/checkpoints": 0.08, "qwen_onnx": 0.07,
@@ -41,12 +41,17 @@ CPU_SECONDS = 900
 """Of one process: a fault that never ends counts as noticed."""
 
 
+def listed() -> list[str]:
+    """All files of the working tree that git does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
 def sources() -> list[str]:
-    """Python files of the package, in git."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [
-        path for path in listed.stdout.split() if path.split("/")[0] in ("graphs", "runners", "qwen_onnx")
-    ]
+    """Python files of the package."""
+    rooms = ("graphs/", "runners/", "qwen_onnx/")
+    return [path for path in listed() if path.startswith(rooms) and path.endswith(".py")]
 
 
 def chosen(count: int, seed: int, only: str) -> list[Mutation]:
@@ -68,13 +73,9 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        listed = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        for name in filter(None, listed.stdout.split("\0")):
+        for name in listed():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).exists():
-                shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
 
     def pytest(self, *arguments: object, limit: int = 0) -> subprocess.CompletedProcess[str]:
         """The tests over this copy, and not over what is installed."""
@@ -87,13 +88,18 @@ class Copy:
 
 
 def covering(copy: Copy) -> CoverageData:
-    """Which tests execute which lines; kept for the next time."""
-    if not MAP.exists():
+    """Which tests execute which lines; kept for the next time, as long as no line of Python changes."""
+    digest = hashlib.sha256()
+    for name in listed():
+        if name.endswith(".py") and not name.startswith("tests/mutants/"):
+            digest.update((ROOT / name).read_bytes())
+    kept = ROOT / ".venv" / f"mutants-{digest.hexdigest()[:16]}.coverage"
+    if not kept.exists():
         done = copy.pytest("-n", "auto", "--cov=.", "--cov-context=test", "--cov-report=", *LEFT_OUT)
         if done.returncode:
             sys.exit(f"the tests fail without a fault:\n{done.stdout[-3000:]}")
-        shutil.copy(copy.folder / ".coverage", MAP)
-    data = CoverageData(str(MAP))
+        shutil.copy(copy.folder / ".coverage", kept)
+    data = CoverageData(str(kept))
     data.read()
     return data
 
@@ -102,11 +108,12 @@ class Tests:
     """The tests of a line, from the map."""
 
     def __init__(self, data: CoverageData) -> None:
-        self._lines = {}
+        self._lines: dict[str, dict[int, list[str]]] = {}
+        paths = sources()
         self._weights: collections.Counter[str] = collections.Counter()
         for path in data.measured_files():
             by_line = data.contexts_by_lineno(path)
-            short = next((p for p in sources() if path.endswith(f"/{p}") or path == p), None)
+            short = next((p for p in paths if path.endswith(f"/{p}") or path == p), None)
             if short is not None:
                 self._lines[short] = by_line
             for contexts in by_line.values():
