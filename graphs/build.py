@@ -108,9 +108,10 @@ def _choose(
         **lowering.cache.advance(op, step, moved_B1),
     }
     builder.pop_module()
+    taken = {value.name: value.shape for value in builder.graph.inputs}
     for name, value in chosen.items():
-        by_row = name in (contract.WRITE_INDICES, contract.SEQLENS_K)
-        value.shape = ir.Shape([contract.BATCH] if by_row else [contract.BATCH, 1])
+        sizes = taken[name] or ()
+        value.shape = ir.Shape([1 if size == contract.SEQUENCE else size for size in sizes])
     return chosen
 
 

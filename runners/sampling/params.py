@@ -9,17 +9,11 @@ from typing import Any
 
 from qwen_onnx.errors import UserError
 from qwen_onnx.option_kinds import Count, Number, Switch, is_number
-from qwen_onnx.options import SAME, Given, Kind, Options, declare
+from qwen_onnx.options import SAME, Given, Kind, Options, declare, declared, default_of
 
 PANEL = "Sampling"
 """Of the help."""
-DRAWING = ("temperature", "top_k", "top_p", "min_p")
-"""Options that only drawing has a use for."""
-GREEDY: Mapping[str, Any] = MappingProxyType({
-    "do_sample": False, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-    "logit_bias": {},
-})  # fmt: skip
-"""The best token as the model computes it, whatever generation_config.json says: no penalty, no bias."""
+SWITCH = "do_sample"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +42,12 @@ class Biases:
             raise UserError(f"logit_bias {text!r}: ids and numbers wanted, as 5=-1,7=2.5") from None
 
 
-def _everywhere(default: Any, kind: Kind, help: str, about: str = "") -> Any:
+def _everywhere(default: Any, kind: Kind, help: str, about: str = "", *, only_with: str | None = None) -> Any:
     """An option that has one name everywhere."""
-    return declare(default, kind, help, PANEL, config_key=SAME, setting=SAME, of_lines=True, about=about)
+    return declare(
+        default, kind, help, PANEL,
+        config_key=SAME, setting=SAME, of_lines=True, only_with=only_with, about=about,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,20 +65,21 @@ class SamplingParams(Options):
     do_sample: bool = declare(
         False, Switch(), "Draw tokens; else the best each time.", config_key=SAME, setting=SAME
     )
-    temperature: float = _everywhere(1.0, Number(0), "Logits are divided by it; 0: greedy.")
+    temperature: float = _everywhere(1.0, Number(0), "Logits are divided by it; 0: greedy.", only_with=SWITCH)
     top_k: int = _everywhere(
         0,
         Count(),
         "Draw from the K best; 0: from all.",
         "Draw from the K best, and equals of the last; 0: from all.",
+        only_with=SWITCH,
     )
     top_p: float = _everywhere(
         1.0, Number(0, 1), "Draw from the best of this probability.",
-        "Draw from the best that have this probability together, at least one.",
+        "Draw from the best that have this probability together, at least one.", only_with=SWITCH,
     )  # fmt: skip
     min_p: float = _everywhere(
         0.0, Number(0, 1), "Least share of the best probability.",
-        "Draw only from tokens that have this share of the best one's probability.",
+        "Draw only from tokens that have this share of the best one's probability.", only_with=SWITCH,
     )  # fmt: skip
     repetition_penalty: float = _everywhere(
         1.0, Number(0, above=True), "Divides logits of ids said before.",
@@ -113,8 +111,7 @@ class SamplingParams(Options):
     @property
     def plain(self) -> bool:
         """The best logit as the model computed it: nothing is drawn, penalized or biased."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return not self.do_sample and penalties == (1, 0, 0) and not self.logit_bias
+        return all(getattr(self, name) == value for name, value in GREEDY.items())
 
     def describe(self) -> str:
         """How tokens are chosen, in one line; values of drawing only where it draws."""
@@ -122,6 +119,14 @@ class SamplingParams(Options):
         names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in left_out]
         words = [f"{name} {_in_words(getattr(self, name))}" for name in names]
         return ", ".join(["sampling" if self.do_sample else "greedy", *words])
+
+
+DRAWING = tuple(name for name, option in declared(SamplingParams).items() if option.only_with == SWITCH)
+"""Options that only drawing has a use for."""
+GREEDY: Mapping[str, Any] = MappingProxyType({
+    name: default_of(SamplingParams, name) for name in declared(SamplingParams) if name not in (*DRAWING, "seed")
+})  # fmt: skip
+"""The best token as the model computes it, whatever generation_config.json says: no penalty, no bias."""
 
 
 def merged(defaults: Given, asked: Given) -> dict[str, object]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -36,15 +38,19 @@ def listed(heading: str) -> list[str]:
     return re.findall(r"^\d+\. `?([\w/.]+\.py)?", section, re.MULTILINE)
 
 
-def called(function: Callable[[], object]) -> set[str]:
-    """Files of the package whose functions are called, as the page names them."""
-    found: set[str] = set()
+def called(function: Callable[[], object]) -> collections.Counter[str]:
+    """Files of the package whose functions are called, as the page names them, and how often."""
+    found: collections.Counter[str] = collections.Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE) and not frame.f_code.co_name.startswith("<"):
+        # The body of a module or a class runs when it is imported: that is no call of it.
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED and not frame.f_code.co_name.startswith(
+            "<"
+        )
+        if event == "call" and is_function and path.is_relative_to(PACKAGE):
             name = path.relative_to(PACKAGE).as_posix()
-            found.add(name if name.startswith(("graphs/", "runners/")) else f"qwen_onnx/{name}")
+            found[name if name.startswith(("graphs/", "runners/")) else f"qwen_onnx/{name}"] += 1
 
     sys.setprofile(note)
     try:
@@ -72,10 +78,24 @@ def test_the_f32_decode_graphs_of_a_cpu_are_made_by_the_files_listed(raw: dict[s
     for plan in plans:
         made_by = called(functools.partial(build_planned, plan, config, 64))
         assert "graphs/model.py" in made_by
-        assert made_by <= {*listed("How a graph is made")}
+        assert made_by.keys() <= {*listed("How a graph is made")}
 
 
-def test_a_token_passes_through_the_files_listed() -> None:
-    export = tiny()
-    ran = called(lambda: command("run", export, "-p", "Hello!", "--provider", "cpu", "--max-new-tokens", "3"))
-    assert {*listed("How a token is made")} <= ran
+@pytest.mark.parametrize("dtype", ["f32", "int4"])
+def test_a_token_passes_through_the_files_listed(dtype: str) -> None:
+    """And what runs for each token is named there, in the list or below it."""
+    export, most = tiny(dtype), 8
+
+    def run(count: int) -> collections.Counter[str]:
+        arguments = ("-p", "Hello!", "--provider", "cpu", "--max-new-tokens", str(count))
+        return called(lambda: command("run", export, *arguments))
+
+    run(1)  # what is imported late
+    short, long = run(2), run(most)
+    named = listed("How a token is made")
+    assert {*named} <= long.keys()
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition("How a token is made")
+    beside = rest.partition("\nHow the model is opened")[0]
+    for name in long:
+        if long[name] - short[name] >= most - 2:
+            assert name in named or Path(name).name in beside, f"{name} runs for each token"

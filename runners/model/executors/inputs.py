@@ -89,7 +89,11 @@ class ContribInputs(StepInputs):
 
 def step_inputs(lowering: str, *, on_cpu: bool) -> StepInputs:
     """Those of a lowering whose shapes do not change from step to step."""
-    return ContribInputs(fixed=not on_cpu) if lowering == "contrib" else StaticInputs()
+    if lowering == "contrib":
+        return ContribInputs(fixed=not on_cpu)
+    if lowering in ("static-capture", "static-grouped"):
+        return StaticInputs()
+    raise ValueError(f"no inputs are known of lowering {lowering!r}")
 
 
 def positions(cache: KVCache, start: int) -> NDArray[np.int64]:
