@@ -6,16 +6,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from qwen_onnx.contract import (
-    EXPORT_DTYPES,
-    INPUT_IDS,
-    LAYOUTS,
-    LOGIT_BIAS,
-    LOGITS,
-    OF_ENTRY,
-    STEP_INPUTS,
-    TARGETS,
-)  # fmt: skip
+from qwen_onnx import contract
+from qwen_onnx.contract import EXPORT_DTYPES, INPUT_IDS, LAYOUTS, OF_ENTRY, STEP_INPUTS, TARGETS
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.json_file import from_json, read_json
 from qwen_onnx.contract.old_formats import from_format_2
@@ -233,10 +225,10 @@ def _graph_fault(manifest: Manifest, graph: GraphSpec) -> str | None:
     inputs = {spec.name: (spec.dtype, spec.shape) for spec in graph.inputs}
     outputs = {spec.name for spec in graph.outputs}
     for spec in (*graph.inputs, *graph.outputs):
-        if spec.name in (LOGITS, LOGIT_BIAS) and spec.shape[-1:] != (manifest.vocab_size,):
+        if spec.name in (contract.LOGITS, contract.LOGIT_BIAS) and spec.shape[-1:] != (manifest.vocab_size,):
             return f"has {spec.name} of {[*spec.shape]}, and the export a vocab_size of {manifest.vocab_size}"
-    if LOGITS not in outputs:
-        return f"puts out no {LOGITS}"
+    if contract.LOGITS not in outputs:
+        return "puts out no logits"
     for state in cache.states:
         if inputs.pop(state.past, None) != (state.dtype, state.shape) or state.present not in outputs:
             return f"has another {state.past} than its cache"

@@ -95,9 +95,7 @@ def test_o4_layers_that_no_graph_has(folder: Path, monkeypatch: pytest.MonkeyPat
         raw["num_hidden_layers"] = count * 20
         for cache in raw["caches"].values():
             cache["states"] = [
-                {**state, "layer": state["layer"] + count * n}
-                for n in range(20)
-                for state in cache["states"]
+                {**state, "layer": state["layer"] + count * n} for n in range(20) for state in cache["states"]
             ]
         for graph in raw["graphs"]:
             for kind in ("inputs", "outputs"):
