@@ -7,6 +7,8 @@
     for token in chat.generate([{"role": "user", "content": "Hello!"}], max_new_tokens=100, temperature=0.7):
         print(token.text, end="", flush=True)
 
+In one line: `load("qwen-f32")("Hello!")` is the answer's text.
+
 api.py has what is exported here; errors, memory, options and option_kinds are for all parts; reference is the oracle.
 """
 
@@ -14,16 +16,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen_onnx.errors import NonFiniteLogitsError, UserError
+from qwen_onnx.errors import EqualLogitsError, NonFiniteLogitsError, UserError
 
 if TYPE_CHECKING:
     from qwen_onnx.api import ExportOptions, Request, SamplingParams, SessionOptions, export, load
+    from qwen_onnx.runners.chat import Chat
+    from qwen_onnx.runners.output import FinishReason, Token
 
     __version__: str
 
 __all__ = [
-    "ExportOptions", "NonFiniteLogitsError", "Request", "SamplingParams", "SessionOptions", "UserError",
-    "__version__", "export", "load",
+    "Chat", "EqualLogitsError", "ExportOptions", "FinishReason", "NonFiniteLogitsError", "Request", "SamplingParams",
+    "SessionOptions", "Token", "UserError", "__version__", "export", "load",
 ]  # fmt: skip
 
 
@@ -33,6 +37,10 @@ def __getattr__(name: str) -> object:
         import importlib.metadata
 
         return importlib.metadata.version("qwen-onnx")
+    if name == "Chat":  # which imports onnxruntime
+        from qwen_onnx.runners.chat import Chat
+
+        return Chat
     if name in __all__:
         from qwen_onnx import api
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
-from qwen_onnx.errors import NonFiniteLogitsError, UserError
+from qwen_onnx.errors import EqualLogitsError, NonFiniteLogitsError, UserError
 from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.options import Given, function_options, made, taking
+from qwen_onnx.runners.output import FinishReason, Token
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.sampling.params import SamplingParams
 from qwen_onnx.runners.sampling.request import Request
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from qwen_onnx.runners.chat import Chat
 
 __all__ = [
-    "ExportOptions", "NonFiniteLogitsError", "Request", "SamplingParams", "SessionOptions", "UserError",
-    "export", "load",
+    "EqualLogitsError", "ExportOptions", "FinishReason", "NonFiniteLogitsError", "Request", "SamplingParams",
+    "SessionOptions", "Token", "UserError", "export", "load",
 ]  # fmt: skip
 
 P = ParamSpec("P")

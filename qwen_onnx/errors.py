@@ -22,6 +22,10 @@ class NonFiniteLogitsError(UserError):
     """The model computed NaN or infinity: its numbers overflowed, and no token can be chosen from them."""
 
 
+class EqualLogitsError(UserError):
+    """All logits of a step are equal: whatever was chosen of them would mean nothing."""
+
+
 class OutOfMemoryError(UserError):
     """There is no memory for it now; nothing else is wrong with what was asked."""
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections.abc
+import threading
 import time
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
 from qwen_onnx.errors import UserError
 from qwen_onnx.options import Given, given, made, method_options
+from qwen_onnx.runners.answers import Answers
+from qwen_onnx.runners.conversation import Conversation
 from qwen_onnx.runners.generate import generate, verify_batch, verify_request
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.output import Token as Token
@@ -21,7 +23,6 @@ from qwen_onnx.runners.sampling.params import merged
 from qwen_onnx.runners.sampling.request import Request
 from qwen_onnx.runners.score import Score, score_ids
 from qwen_onnx.runners.sequence import Sequence, verify_prompt
-from qwen_onnx.runners.session_file import load_session, save_session
 from qwen_onnx.runners.text.prompts import Message as Message
 from qwen_onnx.runners.text.prompts import Prompt as Prompt
 from qwen_onnx.runners.text.prompts import PromptEncoder, Tools
@@ -29,36 +30,31 @@ from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from qwen_onnx.runners.text.vocabulary import Vocabulary
 
 
-class Chat:
+class Chat(Answers, Conversation):
     """An exported model with its tokenizer, chat template and the cache of the conversation so far.
 
-    One conversation at a time, and one thread: each call reuses what the cache shares with the new prompt. Several
-    conversations are several Chats, which may share a Runner.
+    One conversation at a time: each call reuses what the cache shares with the new prompt. Several conversations are
+    several Chats, which may share a Runner and with it the weights: `Chat(first.runner)`. Of answers that are begun
+    while another goes on, in whatever thread, the last one goes on and the others end with an error.
     """
 
     def __init__(self, runner: Runner) -> None:
         """`qwen_onnx.load` makes one of a folder."""
+        super().__init__(runner)
+        self._answering = threading.Lock()
         folder = runner.folder
-        self.runner = runner
         self._prompts = PromptEncoder(folder, rows=runner.manifest.vocab_size)
         self.tokenizer, self.template = self._prompts.tokenizer, self._prompts.template
         self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
         self.generation_config = read_generation_config(folder)
         """What holds where a request says nothing."""
-        self._cache = runner.new_cache()
-        self._turn = 0
         self._vocabulary = _vocabulary(runner, self.tokenizer)
         runner.exclude(self._vocabulary.nameless(np.arange(runner.manifest.vocab_size)))
 
     @property
-    def context_used(self) -> int:
-        """Slots of the cache in use."""
-        return self._cache.length
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the cache as it is now."""
-        return self._cache.nbytes
+    def has_template(self) -> bool:
+        """See Answers."""
+        return self.template is not None
 
     def prompt_ids(
         self,
@@ -112,15 +108,7 @@ class Chat:
         started = time.perf_counter()
         sequence = self._sequence(prompt, options, started)
         verify_request(self.runner, sequence.request)
-        self._turn = turn = self._turn + 1
-        if not sequence.request.reuse_cache:
-            self._cache.truncate(0)
-        for _, token in generate(self.runner, [sequence], self._cache):
-            yield token
-            if self._turn != turn:
-                raise UserError(
-                    "another answer was begun on this Chat, or a session loaded; make a Chat for each conversation"
-                )
+        yield from self._answer(sequence)
 
     @method_options(Request)
     def generate_batch(
@@ -174,29 +162,7 @@ class Chat:
             UserError: as `prompt_ids`.
         """
         ids = self.prompt_ids(prompt, add_generation_prompt=False) if prompt else []
-        self._cache.truncate(self._cache.shared_prefix(ids))
-
-    def save(self, path: str | Path, *, messages: collections.abc.Sequence[Message] = ()) -> None:
-        """Write the conversation's cache to a file, and messages for whoever loads it; a file, or nothing new.
-
-        Raises:
-            UserError: it cannot be written, or what stands at `path` is no saved session.
-        """
-        save_session(Path(path), self._cache, self.runner.manifest, messages)
-
-    def load(self, path: str | Path) -> list[Message]:
-        """Go on with a saved conversation in place of this one; the messages it was saved with.
-
-        A prompt that begins like it computes only what is new. Where the cache is of another type here (f16 on a GPU,
-        f32 on a CPU), the file's is left where it is and the next prompt is computed anew.
-
-        Raises:
-            UserError: no session that this model saved, a damaged one, or one longer than the context; the
-                conversation is then what it was.
-        """
-        cache, messages = load_session(Path(path), self.runner)
-        self._turn, self._cache = self._turn + 1, cache
-        return list(messages)
+        self._forget_other_than(ids)
 
     def verified_ids(self, prompt: Prompt, options: Given) -> list[int]:
         """The prompt's ids.

@@ -19,6 +19,7 @@ from qwen_onnx.errors import UserError
 
 _MAX_HEADER = 100_000_000  # the safetensors library's own limit, in bytes
 _COMPARED = 8 << 20  # bytes of each side at a time
+_FEW = 64 << 10  # bytes, in which two numbers of a trained tensor differ
 _MAX_RANK = 64  # numpy's limit; the product of a million sizes takes minutes
 
 FLOAT_DTYPES: dict[str, np.dtype[Any]] = {
@@ -67,6 +68,20 @@ class StoredTensor:
                     )
                 left -= len(chunk)
                 yield chunk
+
+    def only_number(self) -> float | None:
+        """The number that all of it is; None where two differ. Of other types than float, the bytes are its numbers.
+
+        Raises:
+            UserError: as `chunks`.
+        """
+        first = None
+        for chunk in self.chunks(_FEW):
+            numbers = np.frombuffer(chunk, FLOAT_DTYPES.get(self.dtype, np.dtype(np.uint8)))
+            first = numbers[0] if first is None else first
+            if not (numbers == first).all():
+                return None
+        return None if first is None else float(first)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

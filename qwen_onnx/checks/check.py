@@ -14,6 +14,7 @@ from qwen_onnx.checkpoints.checkpoint import SIDE_FILES, Checkpoint, open_checkp
 from qwen_onnx.checkpoints.config import QwenConfig, parse_config
 from qwen_onnx.checkpoints.hub import resolve_model
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header, same_bytes
+from qwen_onnx.checks.constants import check_constants
 from qwen_onnx.checks.golden import Finding, check_golden
 from qwen_onnx.checks.info import load_graph, tensor_spec
 from qwen_onnx.checks.logits import check_logits, check_quality
@@ -68,6 +69,7 @@ def check_export(
     yield _finding(_check_manifest, folder, manifest)
     yield _finding(_check_plan, folder, manifest)
     yield from (_check_weights(folder / name) for name in manifest.files if is_weights(name))
+    yield from check_constants(folder, manifest)
     for graph in manifest.graphs:
         yield _finding(_check_graph, folder, graph)
     checkpoint = None if against is None else open_checkpoint(resolve_model(against).folder)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from qwen_onnx import contract
 from qwen_onnx.contract import EXPORT_DTYPES, INPUT_IDS, LAYOUTS, OF_ENTRY, STEP_INPUTS, TARGETS
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.json_file import from_json, read_json
@@ -223,6 +224,11 @@ def _graph_fault(manifest: Manifest, graph: GraphSpec) -> str | None:
         return f"has a cache that is not of {heads[0]} heads of {heads[1]}"
     inputs = {spec.name: (spec.dtype, spec.shape) for spec in graph.inputs}
     outputs = {spec.name for spec in graph.outputs}
+    for spec in (*graph.inputs, *graph.outputs):
+        if spec.name in (contract.LOGITS, contract.LOGIT_BIAS) and spec.shape[-1:] != (manifest.vocab_size,):
+            return f"has {spec.name} of {[*spec.shape]}, and the export a vocab_size of {manifest.vocab_size}"
+    if contract.LOGITS not in outputs:
+        return "puts out no logits"
     for state in cache.states:
         if inputs.pop(state.past, None) != (state.dtype, state.shape) or state.present not in outputs:
             return f"has another {state.past} than its cache"

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from qwen_onnx.checkpoints.checkpoint import open_checkpoint
+from qwen_onnx.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from qwen_onnx.checkpoints.config import QwenConfig
+from qwen_onnx.checkpoints.constant_tensors import constant_tensors, some
 from qwen_onnx.checkpoints.hub import ModelSource, resolve_model
 from qwen_onnx.contract.json_file import from_json, read_json
 from qwen_onnx.contract.manifest import (
@@ -29,6 +30,7 @@ from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.exports.panels import verified_panels
 from qwen_onnx.exports.plan import ExportKind
 from qwen_onnx.exports.publish.staging import recover, refuse_output, staged_folder
+from qwen_onnx.exports.publish.trial import try_export
 from qwen_onnx.exports.writer import Writer
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.runtime.integrity import sample
@@ -52,7 +54,7 @@ class ExportSummary:
     notes: tuple[str, ...]
     seconds: float
     peak_memory: int | None
-    """Largest resident size of the process, in bytes; None where the system does not say."""
+    """Largest resident size of the process before the export was tried, in bytes; None where it is not known."""
 
 
 def export_model(
@@ -90,6 +92,7 @@ def export_model(
         with staged_folder(out, force=options.force, keep=source.folder) as staged:
             layout.write_around(staged, source.name)
             writer = Writer(staged / layout.inside, checkpoint, kind, positions, progress)
+            constant_notes = _verify_told_apart(checkpoint) if options.check else []
             _write_files(writer, link=options.link)
             layout_notes = writer.write_layout(text.eos_token_ids)
             checkpoint.verify_unchanged()
@@ -97,10 +100,31 @@ def export_model(
             golden = None if kind.quant else golden and golden.within(positions)
             manifest = _manifest(source, writer, text.eos_token_ids, golden, target)
             write_manifest(writer.folder, manifest)
+            peak = (
+                peak_memory()
+            )  # pages of weights that are mapped to be tried would count, and are free to go
+            tried = try_export(writer.folder, manifest, out=out / layout.inside) if options.check else []
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
-    notes = (*recovered, *checkpoint.notes, *text.notes, *layout_notes)
-    return ExportSummary(out / layout.inside, manifest, notes, time.perf_counter() - started, peak_memory())
+    notes = (*recovered, *checkpoint.notes, *constant_notes, *text.notes, *layout_notes, *tried)
+    return ExportSummary(out / layout.inside, manifest, notes, time.perf_counter() - started, peak)
+
+
+def _verify_told_apart(checkpoint: Checkpoint) -> list[str]:
+    """Notes on tensors of one number.
+
+    Raises:
+        UserError: one of them is such that no answer could mean anything.
+    """
+    constants = constant_tensors(checkpoint.tensors.values())
+    if essential := [each for each in constants if each.is_essential]:
+        raise UserError(
+            f"{essential[0].tensor.file}: {some(essential)}: no answer of this model could mean anything; save or "
+            "download it again, or --no-check to export it all the same"
+        )
+    if not constants:
+        return []
+    return [f"{checkpoint.folder}: {len(constants)} tensors that are one number: {some(constants)}"]
 
 
 def _write_files(writer: Writer, *, link: bool) -> None:

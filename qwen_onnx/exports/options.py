@@ -34,6 +34,10 @@ class ExportOptions(Options):
         False, Switch(), "Hard-link weights whose bytes stay as they are.", _EXPORT, flag="--link"
     )
     force: bool = declare(False, Switch(), "Replace an earlier export at OUT.", _EXPORT, flag="--force")
+    check: bool = declare(
+        True, Switch(), "Run a token of the export at its end.", _EXPORT,
+        about="Look for tensors of one number before, and run a token at the end: what would not run is refused.",
+    )  # fmt: skip
     block_size: int | None = declare(
         None, OneOf(BLOCK_SIZES), "Weights that share a scale; default 128, in int4 64.", _QUANT
     )

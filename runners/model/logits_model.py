@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_onnx.errors import NonFiniteLogitsError, UserError
+from qwen_onnx.errors import EqualLogitsError, NonFiniteLogitsError, UserError
 from qwen_onnx.runners.model.executors.executor import Executor
 from qwen_onnx.runners.model.kv_cache import KVCache
 
@@ -21,6 +21,10 @@ SCORED_PAIRS = PREFILL_CHUNK * 4096
 cache the chunks shrink, so that memory stays bounded whatever the prompt's length."""
 _NOT_FINITE = (
     "the logits are not finite: the numbers overflowed on the way; try another dtype, or `qwen-onnx check`"
+)
+_ALL_EQUAL = (
+    "all logits are equal, so that no token is likelier than another: weights are missing or zeroed; "
+    "`qwen-onnx check` names them"
 )
 
 
@@ -35,6 +39,7 @@ class LogitsModel:
             raise ValueError(f"prefill_chunk {prefill_chunk}: 1 or more wanted")
         self.executor, self.context_length = executor, context_length
         self.vocab_size, self._prefill_chunk = vocab_size, min(prefill_chunk, context_length)
+        self._lowest_id = 0
 
     @property
     def chooses(self) -> bool:
@@ -58,6 +63,7 @@ class LogitsModel:
     def exclude(self, token_ids: NDArray[np.bool_]) -> None:
         """Ids, True here [vocab], that `prefill_greedy` and `decode_greedy` never choose."""
         self.executor.exclude(token_ids)
+        self._lowest_id = int(np.argmin(token_ids))
 
     def prefill(
         self,
@@ -74,12 +80,13 @@ class LogitsModel:
         Raises:
             UserError: an id outside the embedding, or more tokens than the context holds; before any compute.
             NonFiniteLogitsError: the model computed NaN or infinity.
+            EqualLogitsError: it computed one number for all tokens.
         """
-        return self._append(cache, input_ids, attention_mask, self._finite_logits)
+        return self._append(cache, input_ids, attention_mask, self._usable_logits)
 
     def decode(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Append one token a row, int64 [batch, 1]; the logits after it. Raises as `prefill` does."""
-        return self._append(cache, input_ids, None, self._finite_logits)
+        return self._append(cache, input_ids, None, self._usable_logits)
 
     def prefill_greedy(
         self,
@@ -110,7 +117,7 @@ class LogitsModel:
         def advance(held: KVCache, new_ids: NDArray[np.int64], start: int) -> None:
             found.append(self.executor.score(held, new_ids, start, count))
 
-        return self._append(cache, input_ids, None, lambda held: self._finite(held, found[0]), advance)
+        return self._append(cache, input_ids, None, lambda held: self._usable(held, found[0]), advance)
 
     def logits(self, cache: KVCache) -> NDArray[np.float32]:
         """What the last ids were chosen from on the device, f32 [batch, vocab]."""
@@ -124,14 +131,18 @@ class LogitsModel:
         live = cache.batch_size * (cache.length + ahead + self._prefill_chunk)
         return max(1, min(self._prefill_chunk, SCORED_PAIRS // live))
 
-    def _finite_logits(self, cache: KVCache) -> NDArray[np.float32]:
-        return self._finite(cache, self.executor.logits(cache))
+    def _usable_logits(self, cache: KVCache) -> NDArray[np.float32]:
+        return self._usable(cache, self.executor.logits(cache))
 
-    def _finite(self, cache: KVCache, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _usable(self, cache: KVCache, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits [..., vocab] that are finite and tell tokens apart."""
         # The product is finite if all are, unless the logits are absurd, and takes a third of the time.
         if not np.isfinite(np.vdot(logits, logits)) and not np.isfinite(logits).all():
             cache.renew()
             raise NonFiniteLogitsError(_NOT_FINITE)
+        if _some_row_is_equal(logits.reshape(-1, self.vocab_size)):
+            cache.renew()
+            raise EqualLogitsError(_ALL_EQUAL)
         return logits
 
     def _chosen(self, cache: KVCache) -> NDArray[np.int64]:
@@ -139,6 +150,12 @@ class LogitsModel:
         if (token_ids < 0).any():
             cache.renew()
             raise NonFiniteLogitsError(_NOT_FINITE)
+        # Of equal logits the lowest id is chosen: only then are they worth a copy to the host.
+        if (token_ids == self._lowest_id).any():
+            logits = self.executor.logits(cache)
+            if _some_row_is_equal(logits.reshape(-1, self.vocab_size)[:, self._lowest_id :]):
+                cache.renew()
+                raise EqualLogitsError(_ALL_EQUAL)
         return token_ids
 
     def _append(
@@ -178,3 +195,14 @@ class LogitsModel:
             raise UserError(
                 f"{cache.length + input_ids.shape[1]} tokens found, the context holds {self.context_length}"
             )
+
+
+def _some_row_is_equal(logits: NDArray[np.float32]) -> bool:
+    """Some row of [rows, vocab] is one number; -inf, which stands for ids never to be chosen, does not count."""
+    if logits.shape[1] < 2:
+        return False
+    for row in logits[(logits[:, 0] == logits[:, 1]) | np.isinf(logits[:, 1])]:
+        numbers = row[np.isfinite(row)]
+        if numbers.size > 1 and (numbers == numbers[0]).all():
+            return True
+    return False

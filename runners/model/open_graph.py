@@ -48,6 +48,8 @@ class Export:
     manifest: Manifest
     provider: str
     options: SessionOptions
+    lean: bool = False
+    """See open_session."""
 
     def open(self, graph: GraphSpec, *, in_place: bool = False, capture: bool = False) -> Any:
         """A session of one of its graphs, verified; see `open_session`.
@@ -57,7 +59,9 @@ class Export:
         """
         verify_graph(self.folder, self.manifest, graph)
         path = self.folder / graph.file
-        return open_session(path, self.provider, self.options, in_place=in_place, capture=capture)
+        return open_session(
+            path, self.provider, self.options, in_place=in_place, capture=capture, lean=self.lean
+        )
 
     def resizing(self, entry: str) -> dict[ResizeKey, Any]:
         """Sessions of the graphs that resize state tensors (`grow` or `shrink`), by resize_key."""
@@ -96,11 +100,13 @@ def open_graph(
     context_length: int,
     prefill_chunk: int,
     for_scores: bool = False,
+    lean: bool = False,
 ) -> Opened:
     """The graph of an export that serves prefill and decode on a provider that was seen to start.
 
     Args:
         for_scores: the `score` graph alone, though others are faster for single tokens.
+        lean: see open_session.
 
     Raises:
         UserError: the export has none, is damaged, or does not load.
@@ -110,7 +116,7 @@ def open_graph(
     entry = (
         "greedy" if options.greedy_on_device else "score" if options.speculate or for_scores else "prefill"
     )
-    graph, export = manifest.graph(entry, provider), Export(folder, manifest, provider, options)
+    graph, export = manifest.graph(entry, provider), Export(folder, manifest, provider, options, lean)
     if graph.lowering == "portable":
         return _open_growing(export, graph, context_length=context_length, prefill_chunk=prefill_chunk)
     if options.prepack is False and manifest.quantized:

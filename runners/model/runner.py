@@ -35,12 +35,14 @@ class Runner(LogitsModel):
         *,
         prefill_chunk: int | None = None,
         for_scores: bool = False,
+        lean: bool = False,
     ) -> None:
         """Open an exported folder.
 
         Args:
             prefill_chunk: most tokens of a prompt computed at a time; None: by what the export is.
             for_scores: open the `score` graph and no other, where there is one for the provider.
+            lean: for a few tokens in little memory; see open_session.
 
         Raises:
             UserError: not an export, damaged, or the provider does not start.
@@ -64,6 +66,7 @@ class Runner(LogitsModel):
             context_length=context_length,
             prefill_chunk=min(prefill_chunk, context_length),
             for_scores=for_scores and self._has_scores,
+            lean=lean,
         )
         super().__init__(
             executor,

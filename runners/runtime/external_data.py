@@ -1,7 +1,4 @@
-"""Which files a graph reads its weights from, asked of its bytes: the onnx package takes longer to import than this.
-
-An .onnx file is protobuf: fields of a number and a wire type, one behind the other, messages within messages.
-"""
+"""Which files a graph reads its weights from, asked of its bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from pathlib import Path, PurePosixPath
 
 from qwen_onnx.contract.manifest import Manifest, is_weights
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.runtime.protobuf import MalformedError, fields
 
 _LOCATION = b"location"
 # ModelProto.graph, GraphProto.initializer, TensorProto.external_data: where an export's graphs have locations.
 _PATH = (7, 5, 13)
 _KEY, _VALUE = 1, 2  # of StringStringEntryProto
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def refuse_foreign_data(path: Path, content: bytes, name: str, manifest: Manifest) -> None:
@@ -39,12 +36,8 @@ def refuse_foreign_data(path: Path, content: bytes, name: str, manifest: Manifes
                     f"{path}: reads weights from {text[:200]!r}, which is no weights file of this export; "
                     "copy or export it again"
                 )
-    except _MalformedError as error:
+    except MalformedError as error:
         raise UserError(f"{path}: not a graph of an export ({error}); copy or export it again") from None
-
-
-class _MalformedError(Exception):
-    """Not protobuf, or external data where no export has it."""
 
 
 def _locations(content: bytes, begin: int, end: int, depth: int) -> Iterator[bytes]:
@@ -53,7 +46,7 @@ def _locations(content: bytes, begin: int, end: int, depth: int) -> Iterator[byt
         yield from _entry(content, begin, end)
         return
     at = content.find(_LOCATION, begin, end)
-    for number, first, last in _fields(content, begin, end):
+    for number, first, last in fields(content, begin, end):
         if last <= at or first == last:
             continue
         at = content.find(_LOCATION, first, end)
@@ -62,51 +55,13 @@ def _locations(content: bytes, begin: int, end: int, depth: int) -> Iterator[byt
         if at + len(_LOCATION) > last:
             continue
         if number != _PATH[depth]:
-            raise _MalformedError(f"external data in field {number}, {depth} messages deep")
+            raise MalformedError(f"external data in field {number}, {depth} messages deep")
         yield from _locations(content, first, last, depth + 1)
 
 
 def _entry(content: bytes, begin: int, end: int) -> Iterator[bytes]:
     held = {_KEY: b"", _VALUE: b""}
-    for number, first, last in _fields(content, begin, end):  # of a field that stands twice, the last counts
+    for number, first, last in fields(content, begin, end):  # of a field that stands twice, the last counts
         held[number] = content[first:last]
     if held[_KEY] == _LOCATION:
         yield held[_VALUE]
-
-
-def _fields(content: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Number, begin and end of each field of a message; those of a number of fixed size or a varint are empty."""
-    at = begin
-    while at < end:
-        tag = content[at]
-        if tag < 0x80:  # as nearly all are: the call costs more than the rest
-            at += 1
-        else:
-            tag, at = _varint(content, at, end)
-        kind, size = tag & 7, 0
-        if kind == _BYTES:
-            size, at = _varint(content, at, end)
-        elif kind == _VARINT:
-            _, at = _varint(content, at, end)
-        elif kind in (_FIXED64, _FIXED32):
-            at += 8 if kind == _FIXED64 else 4
-        else:
-            raise _MalformedError(f"wire type {kind}")
-        if at + size > end:
-            raise _MalformedError("a field beyond the end of its message")
-        yield tag >> 3, at, at + size
-        at += size
-
-
-def _varint(content: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number, and where it ends."""
-    if at < end and (value := content[at]) < 0x80:
-        return value, at + 1
-    value = shift = 0
-    while at < end and shift < 64:
-        byte = content[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-    raise _MalformedError("a number without an end")

@@ -12,6 +12,7 @@ from pathlib import Path
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.runtime.external_data import refuse_foreign_data
+from qwen_onnx.runners.runtime.graph_interface import verify_interface
 
 PAGE = 4096
 SAMPLED_PAGES = 16
@@ -34,7 +35,7 @@ def sample(path: Path) -> str:
 
 
 def verify_graph(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:
-    """The graph is the one that was written, its weights files are there, and it reads no others.
+    """The graph is the one that was written and that the manifest tells of, and reads weights files that are there.
 
     Raises:
         UserError: naming the file, and what is wrong with it.
@@ -51,6 +52,7 @@ def verify_graph(folder: Path, manifest: Manifest, graph: GraphSpec) -> None:
     if hashlib.sha256(content).hexdigest() != wanted.sha256:
         raise UserError(f"{path}: changed since it was written, its sha256 differs; {_AGAIN}")
     refuse_foreign_data(path, content, graph.file, manifest)
+    verify_interface(path, content, graph, manifest)
 
 
 def verify_texts(folder: Path, manifest: Manifest) -> None:

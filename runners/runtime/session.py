@@ -73,6 +73,7 @@ def open_session(
     in_place: bool = False,
     capture: bool = False,
     more: Mapping[str, str] = MappingProxyType({}),
+    lean: bool = False,
 ) -> onnxruntime.InferenceSession:
     """A session on exactly this provider (and the CPU provider behind it).
 
@@ -81,6 +82,7 @@ def open_session(
             session starts in a fraction of the time, and processes share one copy of f32.
         capture: runs become CUDA graphs, but for those that say otherwise.
         more: options of the provider.
+        lean: in place whatever the type, each weight converted only when its turn comes: slow, and in little memory.
 
     Raises:
         UserError: the file does not load, or the provider silently gave way to another.
@@ -100,7 +102,10 @@ def open_session(
         settings.add_session_config_entry("session.force_spinning_stop", "1")
         # A pattern is a block for each shape of input, kept: 10 MB more, and no faster.
         settings.enable_mem_pattern = False
-    if in_place:
+    if lean:  # the default order begins with all conversions
+        settings.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+        settings.enable_cpu_mem_arena = False  # which would grow by powers of two
+    if in_place or lean:
         settings.add_session_config_entry("session.disable_prepacking", "1")
     chosen = {
         **provider_options(provider, tf32=options.tf32, capture=capture, gpu_mem_limit=options.gpu_mem_limit),

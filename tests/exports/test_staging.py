@@ -25,7 +25,7 @@ from pathlib import Path
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.publish.staging import staged_folder
 
-out, force, killed_at = Path(sys.argv[1]), sys.argv[2] == "force", sys.argv[3]
+out, force, killed_at, manifest = Path(sys.argv[1]), sys.argv[2] == "force", sys.argv[3], sys.argv[4]
 rename, rmtree, renames = os.rename, shutil.rmtree, []
 
 def counted_rename(source, target, **more):
@@ -42,7 +42,7 @@ def deadly_rmtree(path, **more):
 os.rename, shutil.rmtree = counted_rename, deadly_rmtree
 try:
     with staged_folder(out, force=force) as folder:
-        (folder / "export.json").write_text("new")
+        (folder / "export.json").write_text(manifest)
         (folder / "weights").write_text("new")
         print("staged", flush=True)
         if killed_at == "body":
@@ -56,7 +56,7 @@ except UserError as error:
 
 def child(out: Path, *, force: bool = False, killed_at: str = "never") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(out), "force" if force else "", killed_at],
+        [sys.executable, "-c", CHILD, str(out), "force" if force else "", killed_at, NEW["export.json"]],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -265,7 +265,7 @@ class TestKilled:
         write(out, {"theirs": "x"})
         _, kept = recover(out)
         assert kept.startswith("kept .out.old-")
-        assert sorted(tree(tmp_path).values()) == ["old", "old", "x"]
+        assert sorted(tree(tmp_path).values()) == sorted([*OLD.values(), "x"])
 
     def test_only_folders_of_this_name_are_swept(self, tmp_path: Path) -> None:
         theirs = [

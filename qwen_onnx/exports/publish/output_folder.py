@@ -10,6 +10,7 @@ from pathlib import Path
 
 from qwen_onnx.contract.manifest import MANIFEST_FILE
 from qwen_onnx.errors import UserError
+from qwen_onnx.exports.publish.earlier_export import holds_export, refuse_foreign_files
 
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -20,7 +21,7 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
     `keep` is a folder that must outlive the export: the model's.
 
     Raises:
-        UserError: `out` is a file, not empty (with `force`: not an earlier export), is or contains a folder
+        UserError: `out` is a file, not empty (with `force`: not an earlier export alone), is or contains a folder
             that is needed, lies inside `keep`, or lies where nothing can be written.
     """
     real = resolved(out)
@@ -47,13 +48,10 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
             raise UserError(
                 f"{out}: not empty and not an earlier export ({MANIFEST_FILE} is missing); choose another"
             )
-    if not force:
-        raise UserError(f"{out}: holds an earlier export; choose another, or --force to replace it")
-
-
-def holds_export(folder: Path) -> bool:
-    """Whether this is an export, or a model of Triton's with one inside."""
-    return any((folder / inside / MANIFEST_FILE).is_file() for inside in ("", "1/export"))
+        if force:
+            refuse_foreign_files(real, name=out)
+            return
+    raise UserError(f"{out}: holds an earlier export; choose another, or --force to replace it")
 
 
 def resolved(out: Path) -> Path:

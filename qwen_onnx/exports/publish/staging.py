@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from qwen_onnx.errors import ExportInProgressError
+from qwen_onnx.errors import ExportInProgressError, UserError
+from qwen_onnx.exports.publish.earlier_export import foreign_file, holds_export
 from qwen_onnx.exports.publish.output_folder import (
     disk_errors_in_words,
-    holds_export,
     is_missing_or_empty,
     refuse_output,
     resolved,
@@ -78,8 +78,10 @@ def discard(out: Path) -> None:
     """Remove an export so that, killed half-way, nothing is left that looks like one.
 
     Raises:
-        UserError: what the disk said.
+        UserError: something in it is no file of the export, or what the disk said.
     """
+    if (foreign := _foreign(out)) is not None:
+        raise UserError(f"{out}: {foreign} in it is no file of the export, and would be lost; move it away")
     doomed = temporary_name(out, "new")
     with disk_errors_in_words(out), contextlib.ExitStack() as stack:
         with hold(out.parent, wait=True):
@@ -136,12 +138,19 @@ def _recover(real: Path) -> list[str]:
                 real.rmdir()
             path.rename(real)
             notes.append(f"put back {real.name}, displaced by an export that was killed")
-        elif holds_export(real):
+        elif holds_export(real) and _foreign(path) is None:
             shutil.rmtree(path)
             notes.append(f"removed {path.name}, which {real.name} has replaced")
         else:
             notes.append(f"kept {path.name}, an earlier export: {real.name} holds something else now")
     return notes
+
+
+def _foreign(folder: Path) -> str | None:
+    """What somebody put into an export; of older or damaged ones nobody can say."""
+    with contextlib.suppress(UserError):
+        return foreign_file(folder) if holds_export(folder) else None
+    return None
 
 
 def _make_parents(parent: Path, made: list[Path]) -> None:
