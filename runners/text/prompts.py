@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.text.messages import Message as Message
+from qwen_onnx.runners.text.messages import verified_messages as verified_messages
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
-Message = Mapping[str, object]
-"""A chat message: `role` (system, user, assistant, tool) and `content`."""
 Prompt = str | Sequence[int] | Sequence[Message]
 """A raw text, token ids, or chat messages."""
 Tools = Sequence[Mapping[str, object]]
@@ -67,37 +67,3 @@ class PromptEncoder:
         if self.tokenizer is None:
             raise UserError(f"{self._folder}: has no {TOKENIZER_FILE}; give token ids")
         return self.tokenizer
-
-
-def verified_messages(messages: object) -> list[Message]:
-    """Messages as chat templates take them: parts of text, as OpenAI's API has them, are joined.
-
-    Raises:
-        UserError: not a list of objects with a role and content.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise UserError(f"messages {messages!r}: a list of messages wanted, at least one")
-    return [_verified(number, message) for number, message in enumerate(messages, start=1)]
-
-
-def _verified(number: int, message: object) -> Message:
-    if not isinstance(message, Mapping):
-        raise UserError(f"message {number}: an object with role and content wanted")
-    if not isinstance(role := message.get("role"), str):
-        raise UserError(f"message {number}: role {role!r}: a string wanted")
-    content = message.get("content")
-    if isinstance(content, str) or (
-        content is None and ("tool_calls" in message or "reasoning_content" in message)
-    ):
-        return message
-    parts = content if isinstance(content, list) else []
-    texts = [
-        text
-        for part in parts
-        if isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(text := part.get("text"), str)
-    ]
-    if not parts or len(texts) != len(parts):
-        raise UserError(f"message {number}: content {content!r}: a string wanted, or parts of text")
-    return {**message, "content": "".join(texts)}

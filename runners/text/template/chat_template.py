@@ -7,13 +7,10 @@ from typing import Self
 
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.text.added_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG_FILE
+from qwen_onnx.runners.text.messages import with_decoded_arguments
 from qwen_onnx.runners.text.template.sandbox import RefusalError, TemplateSandbox, render_bounded
 from qwen_onnx.runners.text.tokenizer import special_token_text
-
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-
-# The names under which transformers hands special tokens to a template.
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
@@ -49,7 +46,7 @@ class ChatTemplate:
         if found is None:
             return None
         source, path = found
-        texts = {name: special_token_text(config, name, path=config_path) for name in _SPECIAL_TOKENS}
+        texts = {name: special_token_text(config, name, path=config_path) for name in SPECIAL_TOKENS}
         # A null is left out, so that a template finds the variable undefined, not the word "None".
         special_tokens = {name: text for name, text in texts.items() if text is not None}
         return cls(source, special_tokens=special_tokens, origin=str(path))
@@ -72,7 +69,7 @@ class ChatTemplate:
         try:
             variables: dict[str, object] = {
                 **self._special_tokens,
-                "messages": _plain(messages),
+                "messages": _plain(with_decoded_arguments(messages)),
                 "tools": _plain(tools),
                 "documents": None,  # transformers passes it always, and templates may ask if it is defined
                 "add_generation_prompt": add_generation_prompt,
