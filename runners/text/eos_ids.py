@@ -32,7 +32,7 @@ def eos_ids(folder: Path, tokenizer: Tokenizer | None, template: ChatTemplate | 
     ids |= _eos_token(folder / TOKENIZER_CONFIG_FILE, tokenizer)
     if template is not None:
         ids |= _end_of_turn(template, tokenizer)
-        if END_OF_TURN in template.source:
+        if any(END_OF_TURN in source for source in (template.source, *template.named.values())):
             ids |= _id_set(tokenizer.token_id(END_OF_TURN))
     return ids
 
