@@ -26,7 +26,7 @@ from qwen_onnx.runners.sequence import Sequence, verify_prompt
 from qwen_onnx.runners.text.prompts import Message as Message
 from qwen_onnx.runners.text.prompts import Prompt as Prompt
 from qwen_onnx.runners.text.prompts import PromptEncoder, Tools
-from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE
 from qwen_onnx.runners.text.vocabulary import Vocabulary
 
 
@@ -43,12 +43,12 @@ class Chat(Answers, Conversation):
         super().__init__(runner)
         self._answering = threading.Lock()
         folder = runner.folder
-        self._prompts = PromptEncoder(folder, rows=runner.manifest.vocab_size)
-        self.tokenizer, self.template = self._prompts.tokenizer, self._prompts.template
+        self.prompts = PromptEncoder(folder, rows=runner.manifest.vocab_size)
+        self.tokenizer, self.template = self.prompts.tokenizer, self.prompts.template
         self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
         self.generation_config = read_generation_config(folder)
         """What holds where a request says nothing."""
-        self._vocabulary = _vocabulary(runner, self.tokenizer)
+        self._vocabulary = Vocabulary.of(runner.manifest.vocab_size, self.eos_token_ids, self.tokenizer)
         runner.exclude(self._vocabulary.nameless(np.arange(runner.manifest.vocab_size)))
 
     @property
@@ -63,18 +63,22 @@ class Chat(Answers, Conversation):
         tools: Tools | None = None,
         enable_thinking: bool | None = None,
         add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        escape_special: bool = False,
     ) -> list[int]:
         """Token ids of a raw text, of ids (as they are), or of messages under the chat template.
 
         Args:
             add_generation_prompt: messages end where the model is to answer.
+            chat_template, escape_special: as the options of `generate`.
 
         Raises:
             UserError: the export has no tokenizer or template, they refuse the input, or an id has no row.
         """
-        return self._prompts.encode(
-            prompt, tools=tools, enable_thinking=enable_thinking, add_generation_prompt=add_generation_prompt
-        )
+        return self.prompts.encode(
+            prompt, tools=tools, enable_thinking=enable_thinking, add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template, escape_special=escape_special,
+        )  # fmt: skip
 
     def request(self, options: Given) -> Request:
         """The request that an answer goes by: what is given, and of the rest what generation_config.json says.
@@ -173,7 +177,7 @@ class Chat(Answers, Conversation):
         return self._encoded(prompt, self.request(options))
 
     def _encoded(self, prompt: Prompt, request: Request) -> list[int]:
-        prompt_ids = self.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
+        prompt_ids = self.prompt_ids(prompt, **request.of_prompt)
         verify_prompt(prompt_ids, self.runner.context_length)
         return prompt_ids
 
@@ -195,11 +199,3 @@ class Chat(Answers, Conversation):
         if self.tokenizer is None:
             raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text to hold to a constraint")
         return Grammars(self.tokenizer, self._vocabulary)
-
-
-def _vocabulary(runner: Runner, tokenizer: Tokenizer | None) -> Vocabulary:
-    rows, ends = runner.manifest.vocab_size, frozenset(runner.manifest.eos_token_ids)
-    if tokenizer is None:
-        return Vocabulary(rows, eos_token_ids=ends)
-    size = min(rows, tokenizer.size)
-    return Vocabulary(size, tokenizer.holes[tokenizer.holes < size], ends)

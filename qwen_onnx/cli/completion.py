@@ -115,7 +115,7 @@ def complete(
         UserError: as `Chat.generate`.
     """
     request = chat.request(asked)
-    prompt_ids = chat.prompt_ids(prompt, tools=request.tools, enable_thinking=request.enable_thinking)
+    prompt_ids = chat.prompt_ids(prompt, **request.of_prompt)
     chatting = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt[:1])
     begun = begins_reasoning(chat, prompt_ids) if chatting else None
     splitter = None if begun is None else ReasoningSplitter(begun=begun)
@@ -142,7 +142,8 @@ def bounded(chat: Chat, asked: Given) -> dict[str, Any]:
 
 def verify_for_template(chat: Chat, asked: Given) -> None:
     """Raises UserError for what the chat template would pass over without a word."""
-    source = chat.template.source if chat.template else ""
+    template = chat.prompts.template_of(asked)
+    source = template.source if template else ""
     if asked.get("enable_thinking") is not None and "enable_thinking" not in source:
         raise UserError(
             f"{chat.runner.folder}: its chat template has no switch for thinking (--think, --no-think)"

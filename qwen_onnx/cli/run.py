@@ -47,12 +47,14 @@ def run_model(model: str, *, run: Given, asked: Given, session: Given) -> int:
     chatting = batch is None and not given_prompt and _stdin().isatty()
     if chatting and options.json:
         raise UserError("--json answers one prompt: give it with -p, --prompt-ids or a pipe")
-    for name, flag in (("enable_thinking", "--think, --no-think"), ("tools", "--tools")):
+    for name, flag in (
+        ("enable_thinking", "--think, --no-think"), ("tools", "--tools"), ("chat_template", "--chat-template")
+    ):  # fmt: skip
         if name in asked and not options.uses_template:
             raise UserError(f"{flag} belongs to the chat template; --raw and --prompt-ids use none")
     prompt = None if batch is not None or chatting else _prompt(options)
     chat = open_chat(model, options, of_session)
-    if chat.template is None and options.uses_template:
+    if options.uses_template and (chat.tokenizer is None or chat.prompts.template_of(asked) is None):
         missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
         raise UserError(f"{chat.runner.folder}: has {missing}")
     verify_for_template(chat, asked)

@@ -37,8 +37,8 @@ class RunOptions(Options):
     cache_dir: Path | None = declare(None, FilePath(), "Folder for exports that `run` makes.", _RUN)
 
     system: str | None = declare(None, Text(), "System message.", _CHAT)
-    raw: bool = declare(False, Switch(), "Complete text; no chat template.", _CHAT, flag="--raw")
-    context_full: str = declare("shift", Text(("shift", "stop")), "shift (drop old turns) or stop.", _CHAT)
+    raw: bool = declare(False, Switch(), "Complete text; no template.", _CHAT, flag="--raw")
+    context_full: str = declare("shift", Text(("shift", "stop")), "shift (drop turns) or stop.", _CHAT)
     greedy: bool = declare(
         False, Switch(), "Best token; no generation_config.json.", "Sampling", flag="--greedy"
     )

@@ -36,7 +36,7 @@ from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.runtime.integrity import sample
 from qwen_onnx.runners.text.eos_ids import eos_ids
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
-from qwen_onnx.runners.text.tokenizer import Tokenizer
+from qwen_onnx.runners.text.tokenizer import Tokenizer, has_tokenizer
 
 Progress = Callable[[int, int], None]
 """Told weight bytes written so far and in all."""
@@ -176,13 +176,13 @@ def _positions(config: QwenConfig, max_context: int | None) -> int:
 
 def _read_text_side(folder: Path, config: QwenConfig) -> _TextSide:
     """The tokenizer must fit the embedding, and the ids that end an answer must be readable now, not later."""
-    if not (folder / "tokenizer.json").exists():
+    if not has_tokenizer(folder):
         note = f"{folder}: no tokenizer.json; the export runs with --prompt-ids only"
         return _TextSide(tuple(sorted(eos_ids(folder, None, None))), (note,))
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.size > config.vocab_size:
         raise UserError(
-            f"{folder / 'tokenizer.json'}: has ids up to {tokenizer.size - 1}, the embedding only "
+            f"{folder}: its tokenizer has ids up to {tokenizer.size - 1}, the embedding only "
             f"{config.vocab_size} rows"
         )
     template = ChatTemplate.from_folder(folder)

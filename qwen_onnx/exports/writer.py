@@ -29,6 +29,7 @@ from qwen_onnx.exports.tensor_match import match_tensors, verify_depth
 from qwen_onnx.exports.weights import OutputTensor, converted, quant_of, rotary_tensors, stored_as
 from qwen_onnx.exports.weights_file import arrange, in_files, places_in, stored_parameters, write_safetensors
 from qwen_onnx.graphs.graph_file import StoredParameter, save_graph
+from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer, has_tokenizer
 
 Parts = dict[str, list[OutputTensor]]
 """What is written to which weights file."""
@@ -140,11 +141,15 @@ class Writer:
         return next(name for name in names if self.caches.setdefault(name, cache) == cache)
 
     def copy_side_files(self) -> None:
-        """As they are."""
+        """As they are; tokenizer.json is made where there are only the files that it is made of."""
         for name in SIDE_FILES:
             if (file := self.checkpoint.folder / name).is_file():
                 shutil.copyfile(file, self.folder / name)
                 self.files[name] = hash_file(self.folder / name)
+        if TOKENIZER_FILE not in self.files and has_tokenizer(self.folder):
+            text = Tokenizer.from_folder(self.folder).backend.to_str()
+            (self.folder / TOKENIZER_FILE).write_text(text, encoding="utf-8", newline="")
+            self.files[TOKENIZER_FILE] = hash_file(self.folder / TOKENIZER_FILE)
 
     def _other_counts(self) -> dict[str, int]:
         """Weights files of the same layout in each dtype that it comes in, by the name of the graph."""

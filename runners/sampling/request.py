@@ -19,6 +19,7 @@ from qwen_onnx.runners.sampling.params import GREEDY, PANEL, SamplingParams
 PLAIN: Mapping[str, Any] = MappingProxyType({**GREEDY, "stop": (), "min_new_tokens": 0, "ignore_eos": True})
 """Greedy ids as the model computes them, past every end, whatever generation_config.json says."""
 _OUTPUT, _CHAT = "Output", "Chat"
+_OF_PROMPT = ("tools", "enable_thinking", "chat_template", "escape_special")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,19 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def read_template(given: str) -> str:
+    """A template's name, or the text of its file: what has a dot or a slash is a file.
+
+    Raises:
+        UserError: the file cannot be read, or holds no template.
+    """
+    if not set("./\\") & set(given):
+        return given
+    if "{" not in (text := read_text(Path(given), name=f"--chat-template {given}")):
+        raise UserError(f"--chat-template {given}: not a Jinja template")
+    return text
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request(SamplingParams):
     """What is asked of one answer, complete: `Chat.request` makes one of what was given and of the export's defaults.
@@ -129,8 +143,16 @@ class Request(SamplingParams):
         about="Have the model reason first, or not; default as the chat template says.",
     )  # fmt: skip
     tools: Sequence[Mapping[str, object]] | None = declare(
-        None, Tools(), "Functions to call: a JSON list.", _CHAT, metavar="FILE", read=read_tools, hash=False,
+        None, Tools(), "Functions, as a JSON list.", _CHAT, metavar="FILE", read=read_tools, hash=False,
         about="Functions that the model may call, as OpenAI's API describes them.",
+    )  # fmt: skip
+    chat_template: str | None = declare(
+        None, Text(), "Its name, or a file of it.", _CHAT, metavar="NAME", read=read_template,
+        about="One of the model's chat templates by name, or a Jinja text; default as transformers chooses.",
+    )  # fmt: skip
+    escape_special: bool = declare(
+        False, Switch(), "<|im_end|> in text is text.", _CHAT, flag="--escape-special", setting=SAME,
+        about="What messages, tools and their results spell as control tokens, as <|im_end|>, stays text.",
     )  # fmt: skip
     reuse_cache: bool = declare(
         True, Switch(), "Compute only what is new.", _CHAT, flag="--cache-reuse/--no-cache-reuse",
@@ -146,6 +168,11 @@ class Request(SamplingParams):
     def constraint(self) -> Constraint | None:
         """What the answer's text must be."""
         return as_constraint(json_schema=self.json_schema, regex=self.regex)
+
+    @property
+    def of_prompt(self) -> dict[str, Any]:
+        """What `Chat.prompt_ids` takes of it."""
+        return {name: getattr(self, name) for name in _OF_PROMPT}
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -5,33 +5,49 @@ from pathlib import Path
 
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.text.template.chat_template import TOKENIZER_CONFIG_FILE, ChatTemplate
-from qwen_onnx.runners.text.tokenizer import Tokenizer, special_token_text
+from qwen_onnx.runners.text.added_tokens import TOKENIZER_CONFIG_FILE
+from qwen_onnx.runners.text.template.chat_template import ChatTemplate
+from qwen_onnx.runners.text.tokenizer import TAGS, Tokenizer, special_token_text
 
 END_OF_TURN = "<|im_end|>"
+_ANSWER = "Answered"
 
 
 def eos_ids(folder: Path, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> frozenset[int]:
-    """Return the ids after which generation stops. Precedence, the first that names any:
+    """Return the ids after which generation stops: all that any of these names.
 
     1. `eos_token_id` of generation_config.json (an integer or a list);
     2. `eos_token_id` of config.json (the same);
-    3. `eos_token` of tokenizer_config.json, if it is a token of the tokenizer.
+    3. `eos_token` of tokenizer_config.json, if it is a token of the tokenizer;
+    4. the added token that the chat template writes after an assistant's turn;
+    5. `<|im_end|>`, where the chat template mentions it and the tokenizer has it as a token.
 
-    To these is added `<|im_end|>` when the chat template writes it and the tokenizer has it as a token: base
-    models turned chat models often keep an end of text that their template never uses. Missing files, missing keys
-    and nulls name none.
+    A fine-tune often changes one of these and leaves the others. Missing files, missing keys and nulls name none.
 
     Raises UserError, naming the file and the key, for a value of another type or a negative id.
     """
-    ids = _eos_token_ids(folder / "generation_config.json") or _eos_token_ids(folder / "config.json")
+    ids = _eos_token_ids(folder / "generation_config.json") | _eos_token_ids(folder / "config.json")
     if tokenizer is None:  # ids can be named without one, tokens cannot
         return ids
-    if not ids:
-        ids = _eos_token(folder / TOKENIZER_CONFIG_FILE, tokenizer)
-    if template is not None and END_OF_TURN in template.source:
-        ids |= _id_set(tokenizer.token_id(END_OF_TURN))
+    ids |= _eos_token(folder / TOKENIZER_CONFIG_FILE, tokenizer)
+    if template is not None:
+        ids |= _end_of_turn(template, tokenizer)
+        if any(END_OF_TURN in source for source in (template.source, *template.named.values())):
+            ids |= _id_set(tokenizer.token_id(END_OF_TURN))
     return ids
+
+
+def _end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
+    """The added token right after what an assistant said, white space aside."""
+    turns = [{"role": "user", "content": "Asked"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = template.render(turns, add_generation_prompt=False)
+        after = text.rpartition(_ANSWER)[2].strip() if _ANSWER in text else ""
+        first = tokenizer.encode(after, add_special_tokens=False)[:1]
+    except UserError:  # it wants other turns than these
+        return frozenset()
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return frozenset(i for i in first if i in added and added[i].content not in TAGS)
 
 
 def _eos_token_ids(path: Path) -> frozenset[int]:

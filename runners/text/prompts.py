@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.text.template.chat_template import ChatTemplate
-from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from qwen_onnx.runners.text.escape import Escape
+from qwen_onnx.runners.text.messages import Message as Message
+from qwen_onnx.runners.text.messages import verified_messages as verified_messages
+from qwen_onnx.runners.text.messages import with_decoded_arguments
+from qwen_onnx.runners.text.template.chat_template import ChatTemplate, special_tokens
+from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer, has_tokenizer
 
-Message = Mapping[str, object]
-"""A chat message: `role` (system, user, assistant, tool) and `content`."""
 Prompt = str | Sequence[int] | Sequence[Message]
 """A raw text, token ids, or chat messages."""
 Tools = Sequence[Mapping[str, object]]
@@ -24,10 +27,35 @@ class PromptEncoder:
 
     def __init__(self, folder: Path, *, rows: int) -> None:
         """`rows` of the embedding."""
-        has_tokenizer = (folder / TOKENIZER_FILE).exists()
-        self.tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
-        self.template = ChatTemplate.from_folder(folder) if has_tokenizer else None
+        self.tokenizer = Tokenizer.from_folder(folder) if has_tokenizer(folder) else None
+        self.template = ChatTemplate.from_folder(folder) if has_tokenizer(folder) else None
         self._folder, self._rows = folder, rows
+        self._named: dict[str, ChatTemplate] = {}
+
+    def template_of(self, asked: Mapping[str, Any]) -> ChatTemplate | None:
+        """As `template_for`, by what is asked of a Request."""
+        return self.template_for(asked.get("chat_template"), tools=bool(asked.get("tools")))
+
+    def template_for(self, chat_template: str | None, *, tools: bool) -> ChatTemplate | None:
+        """The template of this name, or of this Jinja text; where it is None, the one of calls if there are tools.
+
+        Raises:
+            UserError: no such name, or no usable template.
+        """
+        own = self.template.named if self.template else {}
+        if chat_template is None:
+            if not tools or "tool_use" not in own:
+                return self.template
+            chat_template = "tool_use"
+        source = own.get(chat_template, chat_template)
+        if chat_template not in own and "{" not in chat_template:
+            there = f"has the templates {', '.join(map(repr, own))}" if own else "has no templates with names"
+            raise UserError(f"chat template {chat_template!r}: {self._folder} {there}; or give a file")
+        if source not in self._named:
+            special = special_tokens(self._folder)
+            origin = f"chat template {chat_template!r}" if chat_template in own else "the chat template given"
+            self._named[source] = ChatTemplate(source, special_tokens=special, origin=origin)
+        return self._named[source]
 
     def encode(
         self,
@@ -36,10 +64,12 @@ class PromptEncoder:
         tools: Tools | None = None,
         enable_thinking: bool | None = None,
         add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        escape_special: bool = False,
     ) -> list[int]:
         """See `Chat.prompt_ids`."""
         if isinstance(prompt, str):
-            return self._tokenizer().encode(prompt)
+            return self._raw(prompt, escape_special=escape_special)
         if not isinstance(prompt, Iterable):
             raise UserError(
                 f"a prompt is a text, a list of token ids or a list of messages; found {prompt!r}"
@@ -53,51 +83,36 @@ class PromptEncoder:
             return [int(token_id) for token_id in ids]
         if not all(isinstance(item, Mapping) for item in prompt):
             raise UserError("a prompt is a text, a list of token ids or a list of messages, not a mixture")
-        if self.template is None:
+        template = self.template_for(chat_template, tools=bool(tools))
+        if template is None:
             raise UserError(f"{self._folder}: has no chat template; give raw text or token ids")
-        text = self.template.render(
-            verified_messages(prompt),
+        messages = with_decoded_arguments(verified_messages(prompt))
+        escape = None
+        if escape_special:
+            escape = Escape(self._tokenizer(), [template.source, messages, tools or []])
+            messages, tools = escape.messages(messages), escape.marked(tools)
+        text = template.render(
+            messages,
             tools=tools,
             enable_thinking=enable_thinking,
             add_generation_prompt=add_generation_prompt,
         )
-        return self._tokenizer().encode(text, add_special_tokens=False)
+        return escape.encode(text) if escape else self._tokenizer().encode(text, add_special_tokens=False)
+
+    def _raw(self, text: str, *, escape_special: bool) -> list[int]:
+        tokenizer = self._tokenizer()
+        if escape_special and len(parts := Escape(tokenizer, text).parts(text)) > 1:
+            inner = [each for part in parts for each in tokenizer.encode(part, add_special_tokens=False)]
+            # What the tokenizer puts around a text, as around one that has a single token.
+            one, around = (
+                tokenizer.encode(parts[0][:1], add_special_tokens=False),
+                tokenizer.encode(parts[0][:1]),
+            )
+            at = next(at for at in range(len(around)) if around[at : at + len(one)] == one)
+            return [*around[:at], *inner, *around[at + len(one) :]]
+        return tokenizer.encode(text)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UserError(f"{self._folder}: has no {TOKENIZER_FILE}; give token ids")
         return self.tokenizer
-
-
-def verified_messages(messages: object) -> list[Message]:
-    """Messages as chat templates take them: parts of text, as OpenAI's API has them, are joined.
-
-    Raises:
-        UserError: not a list of objects with a role and content.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise UserError(f"messages {messages!r}: a list of messages wanted, at least one")
-    return [_verified(number, message) for number, message in enumerate(messages, start=1)]
-
-
-def _verified(number: int, message: object) -> Message:
-    if not isinstance(message, Mapping):
-        raise UserError(f"message {number}: an object with role and content wanted")
-    if not isinstance(role := message.get("role"), str):
-        raise UserError(f"message {number}: role {role!r}: a string wanted")
-    content = message.get("content")
-    if isinstance(content, str) or (
-        content is None and ("tool_calls" in message or "reasoning_content" in message)
-    ):
-        return message
-    parts = content if isinstance(content, list) else []
-    texts = [
-        text
-        for part in parts
-        if isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(text := part.get("text"), str)
-    ]
-    if not parts or len(texts) != len(parts):
-        raise UserError(f"message {number}: content {content!r}: a string wanted, or parts of text")
-    return {**message, "content": "".join(texts)}

@@ -9,10 +9,19 @@ from typing import Self
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.text.added_tokens import added_tokens, named_tokens
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Of reasoning and of calls: an answer is read by them, so they have text even where they are flagged as special."""
+
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # Far above every real vocabulary: one stray id of four billion in a damaged file must not size our arrays.
 _LARGEST_ID = 2**24
@@ -41,11 +50,16 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """Read `tokenizer.json` of an exported folder or a checkpoint.
+        """Read the tokenizer of an exported folder or a checkpoint.
+
+        That is `tokenizer.json`, or vocab.json and merges.txt where there is none, with the added tokens that stand
+        beside it.
 
         Raises UserError, naming the file, when it is missing, unreadable or not a tokenizer.
         """
         path = folder / TOKENIZER_FILE
+        if not path.exists() and has_tokenizer(folder):
+            return cls(_built(folder), origin=str(folder / VOCAB_FILE))
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -56,6 +70,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_buffer(content)
         except BaseException as error:
             raise _translated(error, f"{path}: not a tokenizer") from None
+        _add(backend, added_tokens(folder), folder)
         return cls(backend, origin=str(path))
 
     @cached_property
@@ -91,10 +106,33 @@ class Tokenizer:
         Raises UserError when the tokenizer's decoder refuses the tokens.
         """
         known = [i for i in map(operator.index, ids) if 0 <= i < self.size]
+        if skip_special_tokens:
+            known = [i for i in known if i not in self._skipped]
+        return self._decoded(known, skip_special_tokens=False)
+
+    def _decoded(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         try:
-            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
             raise _translated(error, "token ids cannot be decoded") from None
+
+    @cached_property
+    def _skipped(self) -> frozenset[int]:
+        """The special tokens, but for TAGS."""
+        # Asked of the library's decode, for it goes by its own list of special contents, which outlives the flag
+        # that an added token shows. Twice the id: some decoders drop the first space, and a token may be just that.
+        pairs = {
+            token_id: [token_id] * 2
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.content not in TAGS and 0 <= token_id < self.size
+        }
+        return frozenset(
+            token_id
+            for token_id, pair in pairs.items()
+            if self._decoded(pair, skip_special_tokens=True)
+            == ""
+            != self._decoded(pair, skip_special_tokens=False)
+        )
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token whose whole content is `text`, or None."""
@@ -106,13 +144,7 @@ class Tokenizer:
     def visible_token(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
         """Return the vocabulary's spelling of an id, or None for an id that `decode` passes over."""
         token = self._backend.id_to_token(token_id) if 0 <= token_id < self.size else None
-        if token is None or not skip_special_tokens:
-            return token
-        # Asked of decode itself, for it goes by its own list of special contents, which outlives the flag that
-        # an added token shows. Twice the id: some decoders drop the first space, and a token may be just that.
-        pair = [token_id, token_id]
-        skipped = self.decode(pair) == "" != self.decode(pair, skip_special_tokens=False)
-        return None if skipped else token
+        return None if skip_special_tokens and token_id in self._skipped else token
 
 
 def special_token_text(config: Mapping[str, object], key: str, *, path: Path) -> str | None:
@@ -128,6 +160,43 @@ def special_token_text(config: Mapping[str, object], key: str, *, path: Path) ->
     raise UserError(
         f"{path}: {key} must be a string, an object with a string content, or null; found {value!r}"
     )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """A tokenizer can be read from this folder."""
+    older = (folder / VOCAB_FILE).exists() and (folder / MERGES_FILE).exists()
+    return older or (folder / TOKENIZER_FILE).exists()
+
+
+def _built(folder: Path) -> tokenizers.Tokenizer:
+    """Of vocab.json and merges.txt, as transformers' Qwen2Tokenizer."""
+    files = [str(folder / name) for name in (VOCAB_FILE, MERGES_FILE)]
+    try:
+        vocab, merges = models.BPE.read_file(*files)
+        backend = tokenizers.Tokenizer(models.BPE(vocab, merges))
+    except BaseException as error:
+        raise _translated(error, f"{' and '.join(files)}: not a vocabulary with its merges") from None
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(_QWEN2_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    _add(backend, added_tokens(folder), folder)
+    there = {token.content for token in backend.get_added_tokens_decoder().values()}
+    _add(backend, [token for token in named_tokens(folder) if token.content not in there], folder)
+    return backend
+
+
+def _add(backend: tokenizers.Tokenizer, tokens: list[AddedToken], folder: Path) -> None:
+    """Add tokens as transformers does: the ids that the file beside tokenizer.json says are no more than an order."""
+    there = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    try:
+        backend.add_tokens([token for token in tokens if repr(token) not in there])
+    except BaseException as error:
+        raise _translated(error, f"{folder}: its added tokens cannot be added") from None
 
 
 def _translated(error: BaseException, context: str) -> BaseException:

@@ -44,7 +44,7 @@ def text_of(tokens: list[Token]) -> str:
         ({"eos_token_id": [END_OF_TURN, END_OF_TEXT]}, END_OF_TEXT, {END_OF_TURN, END_OF_TEXT}),
         ({"eos_token_id": END_OF_TEXT}, None, {END_OF_TURN, END_OF_TEXT}),  # the template's own is added
         (None, END_OF_TEXT, {END_OF_TURN, END_OF_TEXT}),
-        ({"eos_token_id": [END_OF_TURN]}, 7, {END_OF_TURN}),  # config.json is overruled
+        ({"eos_token_id": [END_OF_TURN]}, 7, {END_OF_TURN, 7}),  # all that are named
         ({"eos_token_id": [7]}, None, {END_OF_TURN, 7}),  # an end that is a token like any other
     ],
     ids=["list", "int", "no file", "config differs", "not special"],

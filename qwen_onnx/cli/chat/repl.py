@@ -170,9 +170,7 @@ class Repl:
 
     def _count(self, messages: Sequence[Message]) -> int:
         request = self._chat.request(self._asked)
-        return len(
-            self._chat.prompt_ids(messages, tools=request.tools, enable_thinking=request.enable_thinking)
-        )
+        return len(self._chat.prompt_ids(messages, **request.of_prompt))
 
     def _params(self) -> None:
         request = self._chat.request(bounded(self._chat, self._asked))

@@ -7,25 +7,27 @@ from typing import Self
 
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.text.added_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG_FILE
+from qwen_onnx.runners.text.messages import with_decoded_arguments
 from qwen_onnx.runners.text.template.sandbox import RefusalError, TemplateSandbox, render_bounded
 from qwen_onnx.runners.text.tokenizer import special_token_text
 
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-
-# The names under which transformers hands special tokens to a template.
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 class ChatTemplate:
-    """A compiled chat template. `source` is its text.
+    """A compiled chat template. `source` is its text, `named` are those that its model has under names.
 
     Raises UserError, naming `origin`, when the text is not a Jinja template.
     """
 
     def __init__(
-        self, source: str, *, special_tokens: Mapping[str, str] | None = None, origin: str = "chat template"
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        origin: str = "chat template",
+        named: Mapping[str, str] | None = None,
     ) -> None:
-        self.source = source
+        self.source, self.named = source, dict(named or {})
         self._special_tokens = dict(special_tokens or {})
         self._origin = origin
         try:
@@ -48,11 +50,8 @@ class ChatTemplate:
         found = _template_file(folder) or _template_in(config, config_path)
         if found is None:
             return None
-        source, path = found
-        texts = {name: special_token_text(config, name, path=config_path) for name in _SPECIAL_TOKENS}
-        # A null is left out, so that a template finds the variable undefined, not the word "None".
-        special_tokens = {name: text for name, text in texts.items() if text is not None}
-        return cls(source, special_tokens=special_tokens, origin=str(path))
+        source, path, named = found
+        return cls(source, special_tokens=special_tokens(folder), origin=str(path), named=named)
 
     def render(
         self,
@@ -72,7 +71,7 @@ class ChatTemplate:
         try:
             variables: dict[str, object] = {
                 **self._special_tokens,
-                "messages": _plain(messages),
+                "messages": _plain(with_decoded_arguments(messages)),
                 "tools": _plain(tools),
                 "documents": None,  # transformers passes it always, and templates may ask if it is defined
                 "add_generation_prompt": add_generation_prompt,
@@ -89,7 +88,22 @@ class ChatTemplate:
             raise UserError(f"{self._origin}: the chat template failed ({_described(error)})") from None
 
 
-def _template_file(folder: Path) -> tuple[str, Path] | None:
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of the special tokens that tokenizer_config.json names, as templates see them.
+
+    Raises UserError, naming the file and the key, where one is no text.
+    """
+    path = folder / TOKENIZER_CONFIG_FILE
+    config = read_json(path) if path.exists() else {}
+    texts = {name: special_token_text(config, name, path=path) for name in SPECIAL_TOKENS}
+    # A null is left out, so that a template finds the variable undefined, not the word "None".
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+_Found = tuple[str, Path, dict[str, str]]
+
+
+def _template_file(folder: Path) -> _Found | None:
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
@@ -99,18 +113,18 @@ def _template_file(folder: Path) -> tuple[str, Path] | None:
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 (byte {error.start})") from None
         if source.strip():
-            return source, path
+            return source, path, {}
     path = folder / "chat_template.json"
     return _template_in(read_json(path), path) if path.exists() else None
 
 
-def _template_in(config: Mapping[str, object], path: Path) -> tuple[str, Path] | None:
+def _template_in(config: Mapping[str, object], path: Path) -> _Found | None:
     match config.get("chat_template"):
         case None:
             return None
         case str(source):
             # A blank template, as a blank file, would make every prompt empty: it says that there is none.
-            return (source, path) if source.strip() else None
+            return (source, path, {}) if source.strip() else None
         case dict(named):
             pass
         case list(entries) if all(
@@ -126,7 +140,7 @@ def _template_in(config: Mapping[str, object], path: Path) -> tuple[str, Path] |
         raise UserError(f"{path}: chat_template has {', '.join(map(repr, named))}, and no 'default'")
     if not isinstance(source, str):
         raise UserError(f"{path}: chat_template 'default' must be a string, found {source!r}")
-    return source, path
+    return source, path, {name: text for name, text in named.items() if isinstance(text, str)}
 
 
 def _plain(value: object) -> object:

@@ -22,17 +22,17 @@ def found(folder: Path, files: Mapping[str, object]) -> set[int]:
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ({"eos_token_id": [END_OF_TURN, END_OF_TEXT]}, {"eos_token_id": 7}, {END_OF_TURN, END_OF_TEXT}),
+        ({"eos_token_id": [END_OF_TURN, END_OF_TEXT]}, {"eos_token_id": 7}, {7, END_OF_TURN, END_OF_TEXT}),
         ({"eos_token_id": END_OF_TEXT}, {"eos_token_id": END_OF_TEXT}, {END_OF_TEXT}),
         (None, {"eos_token_id": END_OF_TEXT}, {END_OF_TEXT}),
-        ({"eos_token_id": [END_OF_TURN, END_OF_TEXT]}, {"eos_token_id": 3}, {END_OF_TURN, END_OF_TEXT}),
+        ({"eos_token_id": [END_OF_TURN, END_OF_TEXT]}, {"eos_token_id": [3]}, {3, END_OF_TURN, END_OF_TEXT}),
     ],
     ids=["list", "int", "missing file", "config differs"],
 )
-def test_generation_config_is_asked_first(
+def test_k5_the_ends_of_both_configs_count(
     tmp_path: Path, generation: object, config: object, expected: set[int]
 ) -> None:
-    """generation_config.json overrules config.json."""
+    """Neither overrules the other."""
     assert found(tmp_path, {"generation_config.json": generation, "config.json": config}) == expected
 
 
@@ -44,14 +44,14 @@ def test_config_is_asked_where_generation_config_names_none(tmp_path: Path, noth
 
 
 @pytest.mark.parametrize("eos", ["<|endoftext|>", {"content": "<|endoftext|>", "special": True}])
-def test_tokenizer_config_is_asked_last(tmp_path: Path, eos: object) -> None:
+def test_k5_the_end_of_tokenizer_config_counts(tmp_path: Path, eos: object) -> None:
     """Some models name their end nowhere else."""
     files = {
         "config.json": {"eos_token_id": None},
         "tokenizer_config.json": {"bos_token": None, "eos_token": eos},
     }
     assert found(tmp_path, files) == {END_OF_TEXT}
-    assert found(tmp_path, {"config.json": {"eos_token_id": 0}}) == {0}
+    assert found(tmp_path, {"config.json": {"eos_token_id": 1}}) == {1, END_OF_TEXT}
 
 
 @pytest.mark.parametrize("config", [{}, {"eos_token": None}, {"eos_token": "</s>"}, {"eos_token": {}}, None])
