@@ -32,6 +32,7 @@ from qwen_onnx.exports.publish.staging import recover, refuse_output, staged_fol
 from qwen_onnx.exports.writer import Writer
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.runtime.integrity import sample
+from qwen_onnx.runners.sampling.generation_config import generation_notes
 from qwen_onnx.runners.text.eos_ids import eos_ids
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ def export_model(
         kind = _kind(checkpoint.config, options, layout, target)
         positions = _positions(checkpoint.config, options.max_context)
         text = _read_text_side(source.folder, checkpoint.config)
+        said = generation_notes(source.folder)
         golden = _read_golden(source.folder / _GOLDEN_FILE)
         with staged_folder(out, force=options.force, keep=source.folder) as staged:
             layout.write_around(staged, source.name)
@@ -99,7 +101,7 @@ def export_model(
             write_manifest(writer.folder, manifest)
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
-    notes = (*recovered, *checkpoint.notes, *text.notes, *layout_notes)
+    notes = (*recovered, *checkpoint.notes, *text.notes, *said, *layout_notes)
     return ExportSummary(out / layout.inside, manifest, notes, time.perf_counter() - started, peak_memory())
 
 
