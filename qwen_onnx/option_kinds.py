@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,23 @@ class Text:
     def parse(self, text: str) -> object:
         """See Kind.parse."""
         return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Name(Text):
+    """One of several strings, in any case; or another spelling of one."""
+
+    spellings: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    def accepts(self, value: Any) -> bool:
+        """See Kind.accepts."""
+        return isinstance(value, str) and self.meant(value) in self.choices
+
+    def meant(self, value: str) -> str:
+        """The choice that this is a spelling of; the value itself where it is none."""
+        name = value.strip().lower().removeprefix("torch.")
+        name = self.spellings.get(name, name)
+        return name if name in self.choices else value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.option_kinds import Name
 
 P = ParamSpec("P")
 Made = TypeVar("Made")
@@ -114,6 +115,9 @@ class Options:
     def __post_init__(self) -> None:
         for name, option in declared(type(self)).items():
             value = getattr(self, name)
+            if isinstance(option.kind, Name) and isinstance(value, str):
+                value = option.kind.meant(value)
+                object.__setattr__(self, name, value)
             if value is not None or default_of(type(self), name) is not None:
                 verify(name, value, option.kind)
 

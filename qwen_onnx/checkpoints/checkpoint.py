@@ -12,8 +12,10 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from qwen_onnx.checkpoints.config import QwenConfig, parse_config
-from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header, refuse_unprintable, same_tensor
+from qwen_onnx.checkpoints.config import QwenConfig, config_notes, parse_config
+from qwen_onnx.checkpoints.known_keys import tokenizer_notes
+from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header, refuse_unprintable
+from qwen_onnx.checkpoints.tensor_names import decide_head, named_as_causal_lm, only_own, quantization_note
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
 
@@ -64,19 +66,42 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: not a folder; wanted a checkpoint (config.json and *.safetensors)")
-    if (adapter := folder / "adapter_config.json").exists():
-        raise UserError(f"{adapter} found: adapters are not supported; merge it into its base model first")
+    notes = _adapter_notes(folder)
     stamps = _stamps(folder)
-    config = parse_config(read_json(folder / "config.json"))
-    tensors, notes = _find_tensors(folder)
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    config, notes = _decide_head(config, kept, notes)
+    if not (folder / "config.json").exists() and (gguf := _first(folder, "*.gguf")):
+        raise UserError(f"{gguf}: GGUF is not read; give the safetensors checkpoint that it was made from")
+    raw = read_json(folder / "config.json")
+    config = parse_config(raw)
+    notes += [*config_notes(raw), *tokenizer_notes(folder)]
+    tensors, odd = _find_tensors(folder)
+    note = quantization_note(raw, tensors, [tensor.dtype for tensor in tensors.values()])
+    notes += [*odd, *([note] if note else [])]
+    kept, extra = only_own(named_as_causal_lm(tensors), config)
+    config, kept, of_head = decide_head(config, kept, raw)
+    notes += [*extra, *of_head]
     used = {
         *(tensor.file for tensor in kept.values()),
         *(folder / name for name in (*SIDE_FILES, INDEX_FILE)),
     }
     stamps = {path: stamp for path, stamp in stamps.items() if path in used}
     return Checkpoint(folder, config, kept, tuple(notes), stamps)
+
+
+def _adapter_notes(folder: Path) -> list[str]:
+    """An adapter's description is left behind by merging; its weights are a model of their own."""
+    if not (described := folder / "adapter_config.json").exists():
+        return []
+    weights = _first(folder, "adapter_model*")
+    if weights or not (_first(folder, "*.safetensors") or _first(folder, "*.bin")):
+        found = described if weights is None else weights
+        raise UserError(
+            f"{found} found: adapters are not supported; merge it into its base model first, or remove it if it is"
+        )
+    return [f"{described.name} is passed over: the model beside it is whole"]
+
+
+def _first(folder: Path, pattern: str) -> Path | None:
+    return next(iter(sorted(folder.glob(pattern))), None)
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
@@ -113,8 +138,11 @@ def _complete_set(folder: Path, found: list[str]) -> tuple[list[str], list[str]]
     """The shards of a folder without an index; their own names say how many there must be."""
     shards = {name: match for name in found if (match := _SHARD_NAME.fullmatch(name))}
     if not shards:
-        torch_file = next(iter(sorted(folder.glob("*.bin")) + sorted(folder.glob("*.gguf"))), None)
-        hint = f", found {torch_file.name}: convert it to safetensors" if torch_file else ""
+        hint = ""
+        if torch_file := _first(folder, "*.bin"):
+            hint = f", found {torch_file.name}: convert it to safetensors"
+        elif gguf := _first(folder, "*.gguf"):
+            hint = f", found {gguf.name}: GGUF is not read, give the checkpoint that it was made from"
         raise UserError(f"{folder}: wanted {SINGLE_FILE} or {INDEX_FILE}{hint}")
     totals = sorted({int(match[2]) for match in shards.values()})
     if len(totals) > 1:
@@ -164,22 +192,3 @@ def _is_safetensors_name(file: Any) -> TypeGuard[str]:
 
 def _stray_notes(strays: list[str]) -> list[str]:
     return [f"ignored {', '.join(strays)}: not part of this checkpoint"] if strays else []
-
-
-def _decide_head(
-    config: QwenConfig, tensors: dict[str, StoredTensor], notes: list[str]
-) -> tuple[QwenConfig, list[str]]:
-    """Tied or own head: what the tensors are decides, not what the flag says."""
-    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
-    if head is None:
-        if not config.tie_word_embeddings:
-            raise UserError(
-                "lm_head.weight is missing and config.json does not say tie_word_embeddings; incomplete download?"
-            )
-        return config, notes
-    if embedding is not None and same_tensor(head, embedding):
-        del tensors["lm_head.weight"]
-        return dataclasses.replace(config, tie_word_embeddings=True), notes
-    if config.tie_word_embeddings:
-        notes = [*notes, "config.json says tie_word_embeddings, but lm_head.weight differs: it is used"]
-    return dataclasses.replace(config, tie_word_embeddings=False), notes

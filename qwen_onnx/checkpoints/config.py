@@ -6,14 +6,17 @@ What is not supported is refused here, by name, before a weight is touched: impl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qwen_onnx.checkpoints.fields import Fields
-from qwen_onnx.checkpoints.rope import RopeScaling, read_rope
-from qwen_onnx.errors import UserError
+from qwen_onnx.checkpoints.known_keys import key_notes, refuse_keys
+from qwen_onnx.checkpoints.rope import RopeScaling, read_rope, rope_notes
+from qwen_onnx.errors import UserError, printable
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+BARE = {"qwen2": "Qwen2Model", "qwen3": "Qwen3Model"}
+"""The decoder without a head; the embedding is its head where config.json ties the two."""
 SUPPORTED = "Qwen2ForCausalLM and Qwen3ForCausalLM (dense, not quantized)"
 
 
@@ -40,14 +43,17 @@ class QwenConfig:
     """o_proj has a bias (Qwen3 with `attention_bias`)."""
     qk_norm: bool
     """Queries and keys pass an RMSNorm over head_dim before the rotation (Qwen3)."""
+    plain_positions: int | None = None
+    """Positions up to which dual chunk attention is plain attention; None: it is plain everywhere."""
 
     @property
     def context_length(self) -> int:
         """Positions the model is made for; YaRN's factor counts from the pretrained length."""
-        if self.rope_scaling is None or self.rope_scaling.rope_type != "yarn":
-            return self.max_position_embeddings
-        stretched = int(self.rope_scaling.factor * self.rope_scaling.original_max_position_embeddings)
-        return max(self.max_position_embeddings, stretched)
+        length = self.max_position_embeddings
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn":
+            stretched = self.rope_scaling.factor * self.rope_scaling.original_max_position_embeddings
+            length = max(length, int(stretched))
+        return length if self.plain_positions is None else min(length, self.plain_positions)
 
 
 def parse_config(raw: Mapping[str, Any]) -> QwenConfig:
@@ -93,38 +99,74 @@ def parse_config(raw: Mapping[str, Any]) -> QwenConfig:
         qkv_bias=model_type == "qwen2" or attention_bias,
         o_bias=attention_bias,
         qk_norm=model_type == "qwen3",
+        plain_positions=_plain_positions(raw),
     )
+    if config.plain_positions and config.rope_scaling:
+        raise UserError(
+            "config.json: dual_chunk_attention_config and a stretched rope are not supported together"
+        )
     _refuse_sliding_window(raw, layers, config.context_length)
     return config
 
 
+def config_notes(raw: Mapping[str, Any]) -> Iterator[str]:
+    """What of a config.json that was read is odd, or passed over; one line each."""
+    named, model_type = _named_architecture(raw), str(raw.get("model_type"))
+    if named not in (None, ARCHITECTURES[model_type], BARE[model_type]):
+        yield printable(
+            f"config.json: architecture {named} is read as {ARCHITECTURES[model_type]}, by its model_type"
+        )
+    if raw.get("dual_chunk_attention_config"):
+        yield (
+            f"config.json: dual_chunk_attention_config is plain attention up to {_plain_positions(raw)} positions: "
+            "the export has no more"
+        )
+    yield from rope_notes(raw)
+    yield from key_notes("config.json", raw)
+
+
+def _named_architecture(raw: Mapping[str, Any]) -> Any:
+    architectures = raw.get("architectures")
+    return architectures[0] if isinstance(architectures, list) and architectures else architectures or None
+
+
 def _model_type(raw: Mapping[str, Any]) -> str:
-    model_type, architectures = raw.get("model_type"), raw.get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else architectures or None
-    found = f"model_type {model_type!r}, architectures {architectures!r}"
+    """By model_type, as transformers does; the architecture must not speak of another."""
+    model_type, named = raw.get("model_type"), _named_architecture(raw)
+    found = f"model_type {model_type!r}, architectures {raw.get('architectures')!r}"
     for known, architecture in ARCHITECTURES.items():
-        if model_type == known and named in (None, architecture):
+        # Training wrappers put their own name in front of it, as FSDP does.
+        agrees = named in (None, BARE[known]) or (isinstance(named, str) and named.endswith(architecture))
+        if model_type == known and agrees:
             return known
     raise UserError(f"config.json: {found} found; supported are {SUPPORTED}")
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if raw.get(key):
-            method = raw[key].get("quant_method", "?") if isinstance(raw[key], Mapping) else raw[key]
-            raise UserError(
-                f"config.json: {key} ({method}) found; quantized weights are not supported, "
-                "give the checkpoint they were made from"
-            )
-    if (hidden_act := raw.get("hidden_act", "silu")) != "silu":
+    refuse_keys("config.json", raw)
+    if (hidden_act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UserError(f"config.json: hidden_act {hidden_act!r} found; supported is 'silu'")
-    if raw.get("dual_chunk_attention_config"):
-        raise UserError("config.json: dual_chunk_attention_config found; only full attention is supported")
-    for key in ("num_experts", "num_local_experts", "moe_intermediate_size"):
-        if raw.get(key):
-            raise UserError(
-                f"config.json: {key} {raw[key]} found (a mixture of experts); supported are {SUPPORTED}"
-            )
+
+
+def _plain_positions(raw: Mapping[str, Any]) -> int | None:
+    """How many positions dual chunk attention (arXiv:2402.17463, section 3) sees as plain attention does.
+
+    Keys are rotated by their place in a chunk of chunk_size - local_size positions. Queries see keys of their own
+    chunk and the one before at their true distance, up to chunk_size; anything farther is moved nearer. Scores are
+    scaled from original_max_position_embeddings on.
+    """
+    key = "dual_chunk_attention_config"
+    dual = raw.get(key)
+    if not dual:
+        return None
+    if not isinstance(dual, Mapping):
+        raise UserError(f"config.json: {key} wants an object or null, found {dual!r}")
+    read = Fields(dual, f"config.json: {key}")
+    chunk, local = read.positive_int("chunk_size", 8192), read.positive_int("local_size", 1024)
+    if local >= chunk:
+        raise UserError(f"config.json: {key} has local_size {local}; less than chunk_size {chunk} wanted")
+    original = read.positive_int("original_max_position_embeddings", chunk)
+    return min(chunk, 2 * (chunk - local), original)
 
 
 def _refuse_sliding_window(raw: Mapping[str, Any], layers: int, context_length: int) -> None:
@@ -132,7 +174,7 @@ def _refuse_sliding_window(raw: Mapping[str, Any], layers: int, context_length: 
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise UserError(f"config.json: layer_types wants a list of {layers} names, one a layer")
-        if other := sorted({str(kind) for kind in kinds} - {"full_attention"}):
+        if other := sorted({str(kind) for kind in kinds} - {"full_attention", "attention"}):
             raise UserError(f"config.json: layer_types {other} found; supported is 'full_attention' only")
         return
     read = Fields(raw, "config.json")

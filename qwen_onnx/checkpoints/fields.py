@@ -16,8 +16,10 @@ class Fields:
         self._raw, self._where = raw, where
 
     def positive_int(self, key: str, default: int | None = None) -> int:
-        """A whole number from 1 on; raises UserError for anything else."""
+        """A whole number from 1 on, also as 32.0; raises UserError for anything else."""
         value = self._get(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise UserError(f"{self._where}: {key} wants a positive whole number, found {value!r}")
         return value

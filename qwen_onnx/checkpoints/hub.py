@@ -8,10 +8,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from qwen_onnx.checkpoints.checkpoint import INDEX_FILE, SIDE_FILES, SINGLE_FILE
 from qwen_onnx.checkpoints.config import parse_config
+from qwen_onnx.checkpoints.tensor_names import quantization_note
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
 
@@ -83,6 +86,10 @@ def _local_folder(model: str) -> Path | None:
     if model and path.is_dir():
         return path
     if path.is_file():
+        if path.suffix == ".gguf":
+            raise UserError(
+                f"{model}: GGUF is not read; give the safetensors checkpoint that it was made from"
+            )
         raise UserError(f"{model}: a file; wanted the checkpoint's folder (config.json and *.safetensors)")
     if _LOCAL.match(model):
         raise UserError(f"{model}: no such folder")
@@ -102,10 +109,12 @@ def _download(model: str, revision: str | None) -> ModelSource:
             model, revision=revision, allow_patterns=list(SMALL_FILES), library_name="qwen-onnx"
         )
         folder = Path(snapshot)
-        if (config := folder / "config.json").exists():
-            parse_config(read_json(config))  # what cannot be exported is refused before gigabytes are fetched
+        weight_map = _weight_map(folder)
+        if (config := folder / "config.json").exists():  # refused before gigabytes are fetched
+            parse_config(raw := read_json(config))
+            quantization_note(raw, map(str, weight_map), ())
         # One by one and in this thread: inside snapshot_download's threads, Ctrl-C waits for whole files.
-        for name in _weights_files(folder):
+        for name in _weights_files(folder, weight_map):
             huggingface_hub.hf_hub_download(model, name, revision=folder.name, library_name="qwen-onnx")
     except UserError as error:
         raise UserError(f"{model}: {error}") from None
@@ -114,14 +123,21 @@ def _download(model: str, revision: str | None) -> ModelSource:
     return ModelSource(folder, model.rsplit("/", 1)[-1], model, folder.name)
 
 
-def _weights_files(folder: Path) -> list[str]:
+def _weight_map(folder: Path) -> dict[str, Any]:
+    """Of a snapshot's index; empty where there is none."""
+    if not (folder / INDEX_FILE).exists():
+        return {}
+    found = read_json(folder / INDEX_FILE).get("weight_map")
+    return found if isinstance(found, dict) else {}
+
+
+def _weights_files(folder: Path, weight_map: Mapping[str, Any]) -> list[str]:
     """The weights of a snapshot: the shards its index names, or the one file."""
     if not (folder / INDEX_FILE).exists():
         return [SINGLE_FILE]
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
     # What an index should not name is left to open_checkpoint, which says so.
-    return sorted(name for name in names if re.fullmatch(r"[\w.-]+\.safetensors", str(name)))
+    names = {str(name) for name in weight_map.values()}
+    return sorted(name for name in names if re.fullmatch(r"[\w.-]+\.safetensors", name))
 
 
 def _explain(error: BaseException, model: str, revision: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qwen_onnx.checkpoints.fields import Fields
@@ -16,13 +16,15 @@ _LARGEST_FACTOR = 10_000.0
 # What a rope dictionary may say; anything else in it changes the model in a way nobody here computes.
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": set(),
-    "linear": {"factor"},
+    "linear": {"factor", "original_max_position_embeddings"},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
         "mscale", "mscale_all_dim", "truncate",
     },
 }  # fmt: skip
 _ROPE_COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+_UNREAD = {"attn_factor": 1, "extrapolation_factor": 1, "finetuned": True}
+"""What older YaRN code read and transformers passes over, and the values that say nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +52,7 @@ def read_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> tuple[flo
     Raises:
         UserError: a type or key that is not supported, or a value out of range.
     """
-    spellings = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None}
-    for key, value in spellings.items():
-        if not isinstance(value, Mapping):
-            raise UserError(f"config.json: {key} wants an object or null, found {value!r}")
-    if len(spellings) == 2 and spellings["rope_parameters"] != spellings["rope_scaling"]:
-        raise UserError("config.json: rope_parameters and rope_scaling disagree; keep one of them")
-    key = next(iter(spellings), "rope_scaling")
-    rope: Mapping[str, Any] = spellings.get(key, {})
+    key, rope = _chosen(raw)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", rope_type) != rope_type:
         raise UserError(f"config.json: {key} has type {rope['type']!r} and rope_type {rope_type!r}; keep one")
@@ -65,7 +60,7 @@ def read_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> tuple[flo
         raise UserError(
             f"config.json: {key} has rope_type {rope_type!r}; supported are 'default', 'linear' and 'yarn'"
         )
-    if unknown := sorted(rope.keys() - _ROPE_KEYS[rope_type] - _ROPE_COMMON_KEYS):
+    if unknown := sorted(rope.keys() - _ROPE_KEYS[rope_type] - _ROPE_COMMON_KEYS - _UNREAD.keys()):
         raise UserError(f"config.json: {key} of type {rope_type!r} has {unknown}, which is not supported")
     if any(part.get("partial_rotary_factor", 1) not in (None, 1) for part in (raw, rope)):
         raise UserError("config.json: partial_rotary_factor other than 1 is not supported")
@@ -87,10 +82,50 @@ def read_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> tuple[flo
         factor=factor,
         original_max_position_embeddings=original,
         attention_factor=_attention_factor(rope, factor, read),
-        beta_fast=read.positive_float("beta_fast", 32.0),
-        beta_slow=read.positive_float("beta_slow", 1.0),
-        truncate=read.boolean("truncate", True),
+        # As transformers: 0 is as good as nothing, and null does not truncate.
+        beta_fast=read.positive_float("beta_fast", 32.0) if rope.get("beta_fast") != 0 else 32.0,
+        beta_slow=read.positive_float("beta_slow", 1.0) if rope.get("beta_slow") != 0 else 1.0,
+        truncate=read.boolean("truncate", "truncate" not in rope),
     )
+
+
+def rope_notes(raw: Mapping[str, Any]) -> Iterator[str]:
+    """What a config.json that was read says of positions and nobody follows."""
+    if raw.get("rope_parameters") and raw.get("rope_scaling") and not _same(raw):
+        yield "config.json: has rope_parameters and rope_scaling; rope_scaling is used, as transformers does"
+    key, rope = _chosen(raw)
+    for name, neutral in _UNREAD.items():
+        if rope.get(name, neutral) not in (None, neutral):
+            yield f"config.json: {key}: {name} {rope[name]!r} is passed over, as transformers does"
+
+
+def _same(raw: Mapping[str, Any]) -> bool:
+    return bool(raw["rope_parameters"] == raw["rope_scaling"])
+
+
+def _chosen(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Of `rope_scaling` and `rope_parameters`, the one that counts: the former where it says anything.
+
+    Raises:
+        UserError: one is no object, or both stretch positions, or the one that counts would lose the other's base.
+    """
+    spellings = {key: raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key) is not None}
+    for key, value in spellings.items():
+        if not isinstance(value, Mapping):
+            raise UserError(f"config.json: {key} wants an object or null, found {value!r}")
+    key = next((key for key, value in spellings.items() if value), "rope_scaling")
+    other: Mapping[str, Any] = spellings.get("rope_parameters", {}) if key == "rope_scaling" else {}
+    rope: Mapping[str, Any] = spellings.get(key, {})
+    if other and rope != other:
+        if other.get("rope_type", other.get("type", "default")) != "default":
+            raise UserError("config.json: rope_parameters and rope_scaling disagree; keep one of them")
+        used = rope.get("rope_theta", raw.get("rope_theta"))
+        if other.get("rope_theta", used) != (10_000.0 if used is None else used):
+            raise UserError(
+                f"config.json: rope_parameters has rope_theta {other['rope_theta']!r}, which nobody reads beside "
+                "rope_scaling; write it into rope_scaling"
+            )
+    return key, rope
 
 
 def _factor(factor: float, key: str) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from qwen_onnx.contract import EXPORT_DTYPES
+from qwen_onnx.contract import DTYPE_SPELLINGS, EXPORT_DTYPES
 from qwen_onnx.errors import UserError
-from qwen_onnx.option_kinds import Count, FilePath, Switch, Text
+from qwen_onnx.option_kinds import Count, FilePath, Name, Switch, Text
 from qwen_onnx.options import Options, declare
 
 _RUN, _CHAT, _OUTPUT = "Options", "Chat", "Output"
@@ -31,7 +31,10 @@ class RunOptions(Options):
         None, FilePath(), "Results of --batch; continued where it ends.", _RUN, metavar="FILE"
     )
     dtype: str | None = declare(
-        None, Text(EXPORT_DTYPES), "Of the export it makes; on a CPU default f32.", _RUN
+        None,
+        Name(EXPORT_DTYPES, spellings=DTYPE_SPELLINGS),
+        "Of the export it makes; on a CPU default f32.",
+        _RUN,
     )
     revision: str | None = declare(None, Text(), "Branch, tag or commit of a Hub id.", _RUN)
     cache_dir: Path | None = declare(None, FilePath(), "Folder for exports that `run` makes.", _RUN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 WEIGHTS_FILE = "weights.safetensors"
 EXTRA_FILE = "extra.safetensors"
 """Made tensors, when the checkpoint's own files are linked instead of rewritten."""
@@ -16,6 +18,11 @@ DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 QUANTIZED = {"int8": 8, "int4": 4}
 """A quantized export's dtype, and the bits of its layers' matrices."""
 EXPORT_DTYPES = (*DTYPES, *QUANTIZED)
+DTYPE_SPELLINGS = MappingProxyType({
+    "float": "f32", "float32": "f32", "fp32": "f32", "half": "f16", "float16": "f16", "fp16": "f16",
+    "bfloat16": "bf16",
+})  # fmt: skip
+"""What others call them, in small letters."""
 QWEIGHT, SCALES = "qweight", "scales"
 """The tensors in the place of a quantized `weight`."""
 INPUT_IDS = "input_ids"

@@ -151,7 +151,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(
             f"{folder}: not an export, {MANIFEST_FILE} is missing; make one with `qwen-onnx export`"
         )
-    raw = read_json(path)
+    try:
+        raw = read_json(path)
+    except UserError as error:  # of a copy that ended early
+        raise UserError(f"{error}; export the model again") from None
     if raw.get("format_version") not in (2, FORMAT_VERSION):
         raise UserError(
             f"{path}: format_version {raw.get('format_version')!r} found, this version reads 2 and "

@@ -34,6 +34,7 @@ from qwen_onnx.exports.publish.trial import try_export
 from qwen_onnx.exports.writer import Writer
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.runtime.integrity import sample
+from qwen_onnx.runners.sampling.generation_config import generation_notes
 from qwen_onnx.runners.text.eos_ids import eos_ids
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer, has_tokenizer
@@ -88,6 +89,7 @@ def export_model(
         kind = _kind(checkpoint.config, options, layout, target)
         positions = _positions(checkpoint.config, options.max_context)
         text = _read_text_side(source.folder, checkpoint.config)
+        said = generation_notes(source.folder)
         golden = _read_golden(source.folder / _GOLDEN_FILE)
         with staged_folder(out, force=options.force, keep=source.folder) as staged:
             layout.write_around(staged, source.name)
@@ -100,13 +102,12 @@ def export_model(
             golden = None if kind.quant else golden and golden.within(positions)
             manifest = _manifest(source, writer, text.eos_token_ids, golden, target)
             write_manifest(writer.folder, manifest)
-            peak = (
-                peak_memory()
-            )  # pages of weights that are mapped to be tried would count, and are free to go
+            # Taken before: pages of weights that are mapped to be tried would count, and are free to go.
+            peak = peak_memory()
             tried = try_export(writer.folder, manifest, out=out / layout.inside) if options.check else []
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
-    notes = (*recovered, *checkpoint.notes, *constant_notes, *text.notes, *layout_notes, *tried)
+    notes = (*recovered, *checkpoint.notes, *constant_notes, *text.notes, *said, *layout_notes, *tried)
     return ExportSummary(out / layout.inside, manifest, notes, time.perf_counter() - started, peak)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from qwen_onnx.contract import EXPORT_DTYPES, LAYOUTS, QUANTIZED, TARGETS, WEIGHTS_ORDERS
+from qwen_onnx.contract import DTYPE_SPELLINGS, EXPORT_DTYPES, LAYOUTS, QUANTIZED, TARGETS, WEIGHTS_ORDERS
 from qwen_onnx.contract.quant import BITS, BLOCK_SIZES, QuantConfig, QuantPlan
 from qwen_onnx.errors import UserError
-from qwen_onnx.option_kinds import Count, OneOf, Switch, Text
+from qwen_onnx.option_kinds import Count, Name, OneOf, Switch, Text
 from qwen_onnx.options import Options, declare
 
 # By measurement (bench/README.md).
@@ -23,7 +23,12 @@ class ExportOptions(Options):
         UserError: values that are wrong, or do not go together.
     """
 
-    dtype: str = declare("f32", Text(EXPORT_DTYPES), f"Of weights: {', '.join(EXPORT_DTYPES)}.", _EXPORT)
+    dtype: str = declare(
+        "f32",
+        Name(EXPORT_DTYPES, spellings=DTYPE_SPELLINGS),
+        f"Of weights: {', '.join(EXPORT_DTYPES)}.",
+        _EXPORT,
+    )
     revision: str | None = declare(None, Text(), "Branch, tag or commit of a Hub id.", _EXPORT)
     max_context: int | None = declare(None, Count(1), "Positions; default the model's own.", _EXPORT)
     weights_order: str = declare(

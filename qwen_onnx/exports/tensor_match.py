@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import onnx_ir as ir
 
 from qwen_onnx.checkpoints.checkpoint import Checkpoint
@@ -39,7 +41,8 @@ def match_tensors(model: ir.Model, checkpoint: Checkpoint, made: set[str]) -> No
     if surplus := sorted(found.keys() - wanted.keys()):
         file = found[surplus[0]].file
         raise UserError(
-            f"{file}: {len(surplus)} tensors that config.json does not describe: {_some(surplus)}"
+            f"{file}: {len(surplus)} tensors that config.json does not describe: {_some(surplus)}; "
+            f"{_advice(surplus)}"
         )
     for name, value in wanted.items():
         tensor, shape = found[name], tuple(value.shape.numpy()) if value.shape else ()
@@ -49,6 +52,13 @@ def match_tensors(model: ir.Model, checkpoint: Checkpoint, made: set[str]) -> No
             )
         if tensor.dtype not in DTYPES.values():
             raise UserError(f"{tensor.file}: tensor {name} is {tensor.dtype}; wanted F32, F16 or BF16")
+
+
+def _advice(surplus: list[str]) -> str:
+    """They stand inside the layers, where nothing is passed over."""
+    if any(re.search(r"self_attn\.[qkvo]_proj\.bias$", name) for name in surplus):
+        return 'if the model has them, config.json wants "attention_bias": true (Qwen3 only); if not, remove them'
+    return "remove them if they are left over"
 
 
 def _some(names: list[str]) -> str:

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+from qwen_onnx.checkpoints.known_keys import GENERATION, shortened
 from qwen_onnx.contract.json_file import read_json
-from qwen_onnx.errors import UserError, printable
-from qwen_onnx.options import Given, declared, made
+from qwen_onnx.errors import printable
+from qwen_onnx.option_kinds import is_number
+from qwen_onnx.options import Given, declared
 from qwen_onnx.runners.sampling.request import Request
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-
-# Read elsewhere, or of no effect on what one sequence says.
-_ELSEWHERE = frozenset({
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version",
-    "_from_model_config", "use_cache", "cache_implementation", "cache_config", "return_legacy_cache",
-    "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate",
-    "remove_invalid_values", "renormalize_logits", "num_return_sequences", "is_assistant",
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "assistant_lookbehind", "target_lookbehind", "prompt_lookup_num_tokens", "disable_compile", "compile_config",
-})  # fmt: skip
-# Values with which transformers does nothing.
-_NEUTRAL = {
-    "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "length_penalty": 1.0,
-    "early_stopping": False, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "min_length": 0,
-    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0,
-    "guidance_scale": 1.0, "token_healing": False, "low_memory": False,
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,20 +27,55 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """Read an export's generation_config.json; a missing file, a missing key and null say nothing.
+    """Read a folder's generation_config.json; a missing key and null say nothing.
+
+    Where there is no such file, what config.json says of generation counts, as in transformers. A value that cannot
+    be followed is as good as none, and is named in `ignored`: no file makes a model that nobody can run.
 
     Raises:
-        UserError: a value of the wrong kind or out of range; file and key are named.
+        UserError: a file that cannot be read, or holds no JSON object.
     """
-    path = folder / GENERATION_CONFIG_FILE
-    found = read_json(path) if path.exists() else {}
-    values = {key: value for key, value in found.items() if value is not None}
+    values = {key: value for key, value in _read(folder).items() if value is not None}
+    given, ignored = {}, []
     keys = {option.config_key: name for name, option in declared(Request).items() if option.config_key}
-    given = {keys[key]: value for key, value in values.items() if key in keys}
-    try:
-        made(Request, given)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    others = {key: value for key, value in values.items() if key not in keys.keys() | _ELSEWHERE}
-    ignored = [f"{key} {value}" for key, value in others.items() if _NEUTRAL.get(key) != value]
+    for key, found in values.items():
+        if key in keys:
+            kind, value = declared(Request)[keys[key]].kind, _as_meant(key, found)
+            if kind.accepts(value) and (key, value) != ("max_new_tokens", 0):
+                given[keys[key]] = value
+            else:
+                ignored.append(f"{key} {found!r} ({kind.wanted.rstrip(',')} wanted)")
+        elif key not in GENERATION or (
+            GENERATION[key].use == "noted" and found not in GENERATION[key].neutral
+        ):
+            ignored.append(f"{key} {found}")
     return GenerationConfig(given, tuple(map(printable, ignored)))
+
+
+def generation_notes(folder: Path) -> list[str]:
+    """What of it is not followed, in a line."""
+    ignored = read_generation_config(folder).ignored
+    return [f"{GENERATION_CONFIG_FILE}: not followed: {shortened(list(ignored))}"] if ignored else []
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    if (path := folder / GENERATION_CONFIG_FILE).exists():
+        return read_json(path)
+    path = folder / "config.json"
+    found = read_json(path) if path.exists() else {}
+    return {key: value for key, value in found.items() if key in GENERATION}
+
+
+def _as_meant(key: str, value: Any) -> Any:
+    """As transformers and vLLM read it: -1 is every token, a share above 1 is all of it, 20.0 is 20."""
+    if (
+        isinstance(value, float)
+        and value.is_integer()
+        and key in ("top_k", "max_new_tokens", "min_new_tokens")
+    ):
+        value = int(value)
+    if key == "top_k" and value == -1:
+        return 0
+    if key == "top_p" and is_number(value) and value > 1:
+        return 1.0
+    return value

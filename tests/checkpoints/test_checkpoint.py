@@ -167,13 +167,6 @@ def test_other_formats_are_named(tmp_path: Path, file: str) -> None:
     refused(open_checkpoint, tmp_path, mentions=(tmp_path, "model.safetensors", file))
 
 
-def test_adapter_is_refused(tmp_path: Path) -> None:
-    """Also beside the base model, which alone would be another model."""
-    write_checkpoint(tmp_path, QWEN2)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    refused(open_checkpoint, tmp_path, mentions=("adapter_config.json", "merge"))
-
-
 def test_no_folder_no_config_no_weights(tmp_path: Path) -> None:
     refused(open_checkpoint, tmp_path / "none", mentions=(tmp_path / "none",))
     refused(open_checkpoint, tmp_path, mentions=("config.json", "no such file"))

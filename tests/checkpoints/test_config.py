@@ -140,7 +140,7 @@ def test_refuses_a_missing_model_type() -> None:
         "Qwen3ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen2ForSequenceClassification",
-        "Qwen2Model",
+        "Qwen3Model",
         "LlamaForCausalLM",
     ],
 )
@@ -165,14 +165,6 @@ def test_refuses_experts(key: str) -> None:
 @pytest.mark.parametrize("activation", ["gelu", "relu", None])
 def test_refuses_other_activations(activation: Any) -> None:
     assert repr(activation) in refusal({**QWEN2, "hidden_act": activation})
-
-
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_refuses_quantized_weights(key: str) -> None:
-    assert f"{key} (gptq)" in refusal({**QWEN2, key: {"quant_method": "gptq", "bits": 4}})
-    assert f"{key} (?)" in refusal({**QWEN2, key: {"bits": 4}})
-    assert key in refusal({**QWEN2, key: "awq"})
-    assert parse_config({**QWEN2, key: None}) == parse_config(QWEN2)
 
 
 # Sliding windows.
@@ -314,7 +306,7 @@ def test_refuses_a_missing_size(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [*INTEGERS, "num_key_value_heads", "head_dim", "max_position_embeddings"])
-@pytest.mark.parametrize("value", [0, -2, 2.0, "64", True, [64], 2**31, math.nan])
+@pytest.mark.parametrize("value", [0, -2, 2.5, "64", True, [64], 2**31, math.nan])
 def test_refuses_what_is_no_positive_whole_number(key: str, value: Any) -> None:
     message = refusal({**QWEN2, key: value})
     assert f"{key} wants a positive whole number" in message
@@ -473,7 +465,6 @@ def test_refuses_other_rope_types(rope_type: Any, spelling: str) -> None:
         ({"mrope_section": [16, 24, 24]}, "mrope_section"),
         ({"type": "default", "factor": 2.0}, "factor"),
         ({"type": "linear", "factor": 2.0, "beta_fast": 32}, "beta_fast"),
-        ({"type": "linear", "factor": 2.0, "original_max_position_embeddings": 32}, "original_max"),
         ({**QWEN2_YARN["rope_scaling"], "mrope_section": [16, 24, 24]}, "mrope_section"),
         ({**QWEN2_YARN["rope_scaling"], "short_factor": [1.0]}, "short_factor"),
         ({**QWEN2_YARN["rope_scaling"], "low_freq_factor": 1.0}, "low_freq_factor"),
@@ -493,7 +484,7 @@ def test_refuses_rope_keys_nobody_reads(rope: RawConfig, unknown: str) -> None:
         ({"factor": 0}, "factor"),
         ({"factor": "4"}, "factor"),
         ({"factor": math.inf}, "factor"),
-        ({"original_max_position_embeddings": 32.0}, "original_max_position_embeddings"),
+        ({"original_max_position_embeddings": 32.5}, "original_max_position_embeddings"),
         ({"attention_factor": -1.0}, "attention_factor"),
         ({"beta_fast": True}, "beta_fast"),
         ({"beta_slow": []}, "beta_slow"),

@@ -326,9 +326,9 @@ class TestLocal:
             resolve_model(model)
 
     def test_a_file_is_not_a_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "model.gguf").write_bytes(b"GGUF")
+        (tmp_path / "model.safetensors").write_bytes(b"")
         with pytest.raises(UserError, match="a file; wanted the checkpoint's folder"):
-            resolve_model(str(tmp_path / "model.gguf"))
+            resolve_model(str(tmp_path / "model.safetensors"))
 
     @pytest.mark.parametrize("model", ["tiny", "."])
     def test_a_revision_of_something_local_is_refused(self, model: str) -> None:

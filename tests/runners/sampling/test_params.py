@@ -124,23 +124,6 @@ def test_what_is_not_supported_is_named_and_what_does_nothing_is_not(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        {"temperature": "hot"},
-        {"top_p": 7},
-        {"max_new_tokens": 2.5},
-        {"min_new_tokens": -1},
-        {"stop_strings": 3},
-    ],
-    ids=str,
-)
-def test_a_wrong_value_in_the_file_names_file_and_key(values: dict[str, Any], tmp_path: Path) -> None:
-    (name,) = values
-    with pytest.raises(UserError, match=rf"generation_config\.json: {name.removesuffix('_strings')}"):
-        config(tmp_path, values)
-
-
-@pytest.mark.parametrize(
     ("asked", "changes"),
     [
         ({}, {}),
