@@ -168,7 +168,7 @@ def timed_pieces(subject: Ours, watch: Stopwatch) -> Iterator[None]:
     """The pieces of a step are timed from outside."""
     executor, attribute = session_of(subject)
     wrapped: list[tuple[object, str, str]] = [(subject, "choose", "argmax")]
-    wrapped += [(subject.runner, name, "finite check") for name in ("_finite_logits", "_chosen")]
+    wrapped += [(subject.runner, name, "finite check") for name in ("_usable_logits", "_chosen")]
     if isinstance(executor, FixedShape):
         wrapped += [(executor.inputs, "prepare_inputs", "arrays made"), (BoundStep, "_upload", "uploads")]
         wrapped += [(BoundStep, name, f"{name} (copy)") for name in ("read_logits", "read_chosen")]

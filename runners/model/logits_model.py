@@ -95,7 +95,7 @@ class LogitsModel:
         attention_mask: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
         """As `prefill`, but the device chooses: the best ids, int64 [batch]. For `greedy_on_device` only."""
-        return self._append(cache, input_ids, attention_mask, self._chosen)
+        return self._append(cache, input_ids, attention_mask, self._first_chosen)
 
     def decode_greedy(self, cache: KVCache, input_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """As `decode`, but the device chooses. Where the ids are those it chose last, nothing is copied to it."""
@@ -150,6 +150,10 @@ class LogitsModel:
         if (token_ids < 0).any():
             cache.renew()
             raise NonFiniteLogitsError(_NOT_FINITE)
+        return token_ids
+
+    def _first_chosen(self, cache: KVCache) -> NDArray[np.int64]:
+        token_ids = self._chosen(cache)
         # Of equal logits the lowest id is chosen: only then are they worth a copy to the host.
         if (token_ids == self._lowest_id).any():
             logits = self.executor.logits(cache)

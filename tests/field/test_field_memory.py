@@ -30,14 +30,14 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "int4"])
 def test_c7_weights_in_private_memory_have_one_session(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt and steps run on one session, so the weights are in memory once."""
-    opened_files, real = list[str](), onnxruntime.InferenceSession
+    folder, opened_files, real = endless(dtype), list[str](), onnxruntime.InferenceSession
 
     def count(path: str, *given: Any, **named: Any) -> Any:
         opened_files.append(Path(path).name)
         return real(path, *given, **named)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", count)
-    tokens = list(opened(endless(dtype)).generate("Hello", max_new_tokens=6))
+    tokens = list(opened(folder).generate("Hello", max_new_tokens=6))
     assert len(tokens) == 6
     assert len([name for name in opened_files if not name.startswith("grow")]) == 1
 

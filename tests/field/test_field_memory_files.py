@@ -58,7 +58,7 @@ def test_c1_a_tensor_of_two_gigabytes_is_no_limit(tmp_path: Path, monkeypatch: p
     raw = {**QWEN3, "num_hidden_layers": 1, "hidden_size": 1024, "vocab_size": 570_000}
     largest = write_zero_checkpoint(tmp_path / "m", raw, "F32", shards=2)
     assert largest > 2 << 30
-    folder = exported_as(tmp_path / "m", tmp_path / "out", link=True)
+    folder = exported_as(tmp_path / "m", tmp_path / "out", link=True, check=False)
     for spec, model in graphs(folder):
         assert (folder / spec.file).stat().st_size < MB
         verify(model)

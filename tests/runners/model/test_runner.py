@@ -13,14 +13,14 @@ import onnxruntime
 import pytest
 import safetensors.numpy
 
-from qwen_onnx import contract
+from qwen_onnx import contract, export
 from qwen_onnx.errors import NonFiniteLogitsError, UserError
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import missing_library
 from support.checkpoints import QWEN2, random_tensors, write_checkpoint
-from support.exports import IDS, ON_CPU, DirectCache, Exported, LeftPadded, decode_all, export_checkpoint
+from support.exports import IDS, ON_CPU, DirectCache, Exported, LeftPadded, decode_all
 from support.tolerances import EXACT, F32, F32_ORDER, OF_DTYPE, assert_close
 
 Export = Callable[..., Exported]
@@ -123,7 +123,7 @@ def test_weights_in_private_memory_are_opened_by_one_session(
     dtype: str, sessions: int, exported: Export, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second session would hold them again. Where they are mapped it costs nothing."""
-    opened, real = [], onnxruntime.InferenceSession
+    folder, opened, real = exported("qwen2", dtype).folder, [], onnxruntime.InferenceSession
 
     def count(path: str, *arguments: Any, **options: Any) -> Any:
         graph = onnx.load(path, load_external_data=False).graph
@@ -131,7 +131,7 @@ def test_weights_in_private_memory_are_opened_by_one_session(
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", count)
-    runner = Runner(exported("qwen2", dtype).folder, ON_CPU)
+    runner = Runner(folder, ON_CPU)
     cache = runner.new_cache()
     runner.prefill(cache, IDS[:1, :5])
     runner.decode(cache, IDS[:1, 5:6])
@@ -226,8 +226,7 @@ def test_logits_that_are_not_finite_are_an_error(value: float, tmp_path: Path) -
     tensors = random_tensors(QWEN2)
     tensors["model.norm.weight"][7] = value
     safetensors.numpy.save_file(tensors, tmp_path / "checkpoint" / "model.safetensors", {"format": "pt"})
-    model = export_checkpoint(tmp_path / "checkpoint", tmp_path / "export", "f32")
-    runner = Runner(model.folder, ON_CPU)
+    runner = Runner(export(tmp_path / "checkpoint", tmp_path / "export", check=False).folder, ON_CPU)
     for compute in (runner.prefill, runner.decode):
         with pytest.raises(NonFiniteLogitsError, match="not finite"):
             compute(runner.new_cache(), IDS[:1, :1])
