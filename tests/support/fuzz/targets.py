@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ from qwen_onnx.cli.batch.input import parse_line, parse_object, read_lines
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.contract.manifest import FileSpec, read_manifest, write_manifest
 from qwen_onnx.errors import UserError
+from qwen_onnx.exports.exporter import export_model
+from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.options import made
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
@@ -78,6 +81,19 @@ PIECES = (
     "a", "b", "[ab]", "é", "漢", r"\d", r"\w", r"\p{L}", ".", "|", "*", "+", "?", "{3}", "{1000}", "{0,99}", "(", ")",
     "(?i)", "(?=", "(?P<x>", "[^", "]", "^", "$", r"\b", r"\1", "\\", "/", "\n", "\0", "\ud800", '"', "&&", "~",
 )  # fmt: skip
+
+
+GENERATION = {
+    "eos_token_id": [361, 362], "bos_token_id": None, "do_sample": True, "temperature": 0.7, "top_k": 20,
+    "top_p": 0.8, "repetition_penalty": 1.1, "stop_strings": ["END"], "max_new_tokens": 99, "min_new_tokens": 1,
+    "num_beams": 1,
+}  # fmt: skip
+TEXTS = {
+    "special_tokens_map.json": {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]},
+    "added_tokens.json": {"<|im_end|>": 361},
+    "chat_template.json": {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+}
+"""Files that the base's checkpoint has not."""
 
 
 class Base:
@@ -157,11 +173,7 @@ def config_of_weights(rng: random.Random, base: Base) -> None:
 def generation_config(rng: random.Random, base: Base) -> None:
     """generation_config.json."""
     folder = _folder(base, "generation")
-    value = {
-        "eos_token_id": rng.choice(([361, 362], 361, None)), "bos_token_id": None, "do_sample": True,
-        "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1, "stop_strings": ["END"],
-        "max_new_tokens": 99, "min_new_tokens": 1, "num_beams": 1,
-    }  # fmt: skip
+    value = GENERATION | {"eos_token_id": rng.choice(([361, 362], 361, None))}
     (folder / "generation_config.json").write_bytes(damaged_json(rng, value, EXTRA))
     found = eos_ids(folder, base.tokenizer, None)
     assert all(type(token_id) is int and token_id >= 0 for token_id in found)
@@ -315,6 +327,35 @@ def options(rng: random.Random, base: Base) -> None:
     damaged_command(rng, base.export, base.checkpoint, base.scratch)
 
 
+def exported(rng: random.Random, base: Base) -> None:
+    """The texts of a checkpoint: what is exported of it, runs."""
+    name = rng.choice(
+        ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", *TEXTS)
+    )
+    path, held = base.damaged_checkpoint / name, base.checkpoint / name
+    whole = held.read_bytes() if held.exists() else json.dumps(TEXTS.get(name, GENERATION)).encode()
+    out = base.scratch / "exported"
+    shutil.rmtree(out, ignore_errors=True)
+    try:
+        path.write_bytes(_damaged(rng, whole))
+        found = parse_config(read_json(base.damaged_checkpoint / "config.json"))
+        asked = ExportOptions(
+            dtype=rng.choice(("f32", "f16", "int8")), max_context=min(64, found.context_length)
+        )
+        export_model(str(base.damaged_checkpoint), out, asked)
+        try:
+            chat = Chat(Runner(out, ON_CPU))
+            first = next(chat.generate([1], max_new_tokens=1))
+        except UserError as error:
+            raise AssertionError(f"exported, and no command runs it: {error}") from None
+        assert 0 <= first.token_id < found.vocab_size
+        assert chat.complete([1, 2], max_new_tokens=1, ignore_eos=True) is not None
+    finally:
+        path.unlink()
+        if held.exists():
+            path.write_bytes(held.read_bytes())
+
+
 def faulty(rng: random.Random, base: Base, number: int) -> None:
     """What must be seen as faults; no target of a run."""
     match number:
@@ -352,6 +393,7 @@ TARGETS: dict[str, tuple[Target, int]] = {
     "batch_lines": (batch_lines, 1000),
     "constraint": (constraint, 1000),
     "options": (options, 600),
+    "exported": (exported, 500),
 }
 """Each with its part of a run."""
 
