@@ -94,10 +94,6 @@ def test_without_a_tokenizer_it_runs_ids(tmp_path: Path, steps: list[int]) -> No
     assert steps == [1, 1]
 
 
-def change(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(text, encoding="utf-8")
-
-
 def poison(folder: Path, number: float) -> None:
     path = folder / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
@@ -112,14 +108,25 @@ def test_what_no_command_could_run_is_refused_and_the_earlier_export_stays(
     out = tmp_path / "to"
     before = export(model, out, layout=layout).folder
     held = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    change(model, "generation_config.json", '{"temperature": "hot"}')
-    line = refused(export, model, out, layout=layout, force=True, mentions=("temperature", "--no-check"))
-    assert ".new-" not in line
-    assert str(before / "generation_config.json") in line
+    poison(model, 3e38)
+    refused(export, model, out, layout=layout, force=True, mentions=("logits are not finite", "--no-check"))
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == held
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "to"]
     export(model, out, layout=layout, force=True, check=False)
-    refused(load, before, mentions=("temperature",))
+    refused(load(before, provider="cpu"), "Hi", mentions=("logits are not finite",))
+
+
+def test_what_is_said_names_the_folder_that_was_asked_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one beside it that is gone by then."""
+
+    def odd(folder: Path, *_: object) -> list[str]:
+        raise UserError(f"{folder / 'tokenizer.json'}: odd")
+
+    monkeypatch.setattr(trial, "_run", odd)
+    line = refused(export, model, tmp_path / "out", mentions=(tmp_path / "out" / "tokenizer.json",))
+    assert ".new-" not in line
 
 
 def test_numbers_that_overflow_are_found_at_export(model: Path, tmp_path: Path) -> None:
