@@ -5,7 +5,7 @@ from pathlib import Path
 
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.text.added_tokens import TOKENIZER_CONFIG_FILE
+from qwen_onnx.runners.text.loading.added_tokens import TOKENIZER_CONFIG_FILE
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import TAGS, Tokenizer, special_token_text
 

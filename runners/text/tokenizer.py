@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.text.added_tokens import added_tokens, named_tokens
+from qwen_onnx.runners.text.loading.added_tokens import added_tokens, named_tokens
+from qwen_onnx.runners.text.loading.pipeline import verify_pipeline
+from qwen_onnx.runners.text.loading.watch import watched_ids
 
 TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -38,6 +40,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._watched = False
+        """How long texts take is not known: its regular expressions are none that are."""
         named = backend.get_vocab(with_added_tokens=True).values()
         if not named:
             raise UserError(f"{origin}: names no token")
@@ -66,12 +70,15 @@ class Tokenizer:
             raise UserError(f"{path}: no such file") from None
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+        watched = not verify_pipeline(content, str(path))
         try:
             backend = tokenizers.Tokenizer.from_buffer(content)
         except BaseException as error:
             raise _translated(error, f"{path}: not a tokenizer") from None
         _add(backend, added_tokens(folder), folder)
-        return cls(backend, origin=str(path))
+        found = cls(backend, origin=str(path))
+        found._watched = watched
+        return found
 
     @cached_property
     def holes(self) -> NDArray[np.int64]:
@@ -92,7 +99,11 @@ class Tokenizer:
         """
         try:
             # A tokenizers.Encoding holds far more than ids (offsets, masks): only the ids leave this function.
+            if self._watched:
+                return watched_ids(self._backend, text, add_special_tokens=add_special_tokens)
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UserError:
+            raise
         except BaseException as error:
             lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
             if lone is not None:

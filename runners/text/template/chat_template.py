@@ -7,7 +7,7 @@ from typing import Self
 
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.text.added_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG_FILE
+from qwen_onnx.runners.text.loading.added_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG_FILE
 from qwen_onnx.runners.text.messages import with_decoded_arguments
 from qwen_onnx.runners.text.template.sandbox import RefusalError, TemplateSandbox, render_bounded
 from qwen_onnx.runners.text.tokenizer import special_token_text
