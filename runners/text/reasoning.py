@@ -42,7 +42,7 @@ class ReasoningSplitter:
         self._held += text
         if self._tag == OPEN:
             start = self._held.lstrip()
-            if OPEN.startswith(start):  # or it may become the tag
+            if start != OPEN and OPEN.startswith(start):  # it may become the tag
                 return Said()
             if not start.startswith(OPEN):
                 self._tag = ""

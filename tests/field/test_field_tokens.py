@@ -14,7 +14,7 @@ from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.text.detokenizer import StreamDetokenizer
 from qwen_onnx.runners.text.eos_ids import eos_ids
-from qwen_onnx.runners.text.reasoning import Said, split
+from qwen_onnx.runners.text.reasoning import Said, closed, split
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import TAGS, Tokenizer
 from support.chats import write_chat_checkpoint
@@ -227,3 +227,10 @@ def test_l9_ids_are_those_of_qwen2s_tokenizer(config: dict[str, object], tmp_pat
     oracle, ours = Qwen2Tokenizer.from_pretrained(tmp_path), Tokenizer.from_folder(tmp_path)
     for text in ("The dog's 12345 ete\u0301\r\n  x", "<|im_start|><a><|endoftext|><|im_end|>"):
         assert ours.encode(text) == oracle.encode(text)
+
+
+def test_k4_an_answer_cut_after_its_tag_is_reasoning() -> None:
+    """The tag alone is no answer, and it is closed where the conversation goes on."""
+    assert split("<think>") == Said()
+    assert closed("\n<think>", begun=False).endswith("</think>\n\n")
+    assert split("<thin") == Said(answer="<thin")
