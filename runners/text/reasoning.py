@@ -63,7 +63,7 @@ class ReasoningSplitter:
     def flush(self) -> Said:
         """What was held back, once no more text comes."""
         held, self._held = self._held, ""
-        return Said(reasoning=held.rstrip("\n")) if self.thinking else Said(answer=held)
+        return Said(self._without_first_lines(held.rstrip("\n"))) if self.thinking else Said(answer=held)
 
     def _without_first_lines(self, text: str) -> str:
         if self._fresh:

@@ -234,3 +234,4 @@ def test_k4_an_answer_cut_after_its_tag_is_reasoning() -> None:
     assert split("<think>") == Said()
     assert closed("\n<think>", begun=False).endswith("</think>\n\n")
     assert split("<thin") == Said(answer="<thin")
+    assert split("\n</thi", begun=True) == Said(reasoning="</thi")
