@@ -217,6 +217,21 @@ def test_each_refusal_is_one_line_that_says_what_to_do(hub: Hub, user: User) -> 
     assert not any(request.path.startswith("/cdn/") for request in hub.requests)
 
 
+def test_l8_quantized_weights_are_seen_by_their_names_before_they_are_fetched(hub: Hub, user: User) -> None:
+    """Where the names are those of floats, a quantization_config may be left over: the dtypes tell."""
+    config = json.dumps({**CONFIG, "quantization_config": {"quant_method": "awq"}}).encode()
+    shard = "model-00001-of-00001.safetensors"
+    for repo, name in (("org/awq", "a.qweight"), ("org/left", "a.weight")):
+        index = json.dumps({"weight_map": {name: shard}}).encode()
+        hub.repos[repo] = {"config.json": config, "model.safetensors.index.json": index, shard: b"weights"}
+    sources, [error] = user.resolve(hub, "org/awq", "org/left")
+    assert error.startswith(
+        "error: org/awq: config.json: quantization_config (awq) found; quantized weights are"
+    )
+    assert [source.name for source in sources] == ["left"]
+    assert hub.fetched().count(shard) == 1
+
+
 def test_unknown_name_with_a_token_is_the_same_line(hub: Hub, user: User) -> None:
     _, [line] = user.resolve(hub, "org/none", env={"HF_TOKEN": "hf_x"})
     assert "org/none: no such public model" in line

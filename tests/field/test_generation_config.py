@@ -104,7 +104,7 @@ def test_l1_each_value_is_named_at_export_and_none_stops_a_command(tmp_path: Pat
     assert ran.code == 0
     (note,) = [line for line in ran.err.split("\n") if "not followed" in line]
     assert "top_k True (a whole number of 0 or more wanted)" in note
-    assert "12 in all" in note
+    assert "13 in all" in note
     assert note.isprintable()
     assert command("run", tmp_path / "out", *CAPITAL).out == "The capital of France is Paris.\n"
     assert command("run", tmp_path / "out", *CAPITAL, "--greedy").out == "The capital of France is Paris.\n"
