@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from qwen_onnx.cli.flags import flags
 from qwen_onnx.cli.run_options import RunOptions
+from qwen_onnx.cli.terminal.output import answer, show, tell
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.options import Given, made
@@ -36,7 +36,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from qwen_onnx import __version__
 
-        print(f"qwen-onnx {__version__}")
+        show(f"qwen-onnx {__version__}")
         raise typer.Exit
 
 
@@ -63,7 +63,7 @@ def export(
     from qwen_onnx.checkpoints.hub import DEFAULT_MODEL
     from qwen_onnx.cli.progress import export_with_progress, summary_table
 
-    print(summary_table(export_with_progress(model or DEFAULT_MODEL, out, asked)))
+    show(*summary_table(export_with_progress(model or DEFAULT_MODEL, out, asked)))
 
 
 @app.command()
@@ -93,7 +93,7 @@ def info(
     """Show what an export is: model, sizes, and what runs it."""
     from qwen_onnx.checks.info import describe
 
-    print(describe(export, graphs=graphs))
+    show(*describe(export, graphs=graphs).split("\n"))
 
 
 @app.command()
@@ -115,10 +115,10 @@ def check(
 
     failed = []
     for finding in check_export(export, options, against=against, runtime=runtime):
-        print(f"{'ok' if finding.ok else 'FAILED':<7} {finding.text}", file=sys.stderr)
+        tell(f"{'ok' if finding.ok else 'FAILED':<7} {finding.text}")
         if not finding.ok:
             failed.append(finding.text)
-    print(f"MISMATCH: {failed[0]}" if failed else "OK: the export is what it should be")
+    show(f"MISMATCH: {failed[0]}" if failed else "OK: the export is what it should be")
     if failed:
         raise typer.Exit(1)
 
@@ -133,7 +133,7 @@ def build(
     """Build the TensorRT engine of an export ahead, and check its greedy ids."""
     from qwen_onnx.checks.engines import build_engine
 
-    print(build_engine(export, max_context=max_context, report=lambda line: print(line, file=sys.stderr)))
+    show(build_engine(export, max_context=max_context, report=tell))
 
 
 @app.command()
@@ -150,14 +150,14 @@ def bench(
     options = made(SessionOptions, session)
     from qwen_onnx.checks.benchmark import run_benchmark
     from qwen_onnx.cli.bench import as_json as to_json
-    from qwen_onnx.cli.bench import as_text
+    from qwen_onnx.cli.bench import as_lines
     from qwen_onnx.runners.runtime.providers import verify_provider
 
     verify_provider(options.provider)
     found = run_benchmark(
         export, options, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
     )
-    print(json.dumps(to_json(found)) if as_json else as_text(found))
+    answer(json.dumps(to_json(found))) if as_json else show(*as_lines(found))
 
 
 @app.command()
@@ -175,7 +175,8 @@ def score(
     options = made(SessionOptions, session)
     from qwen_onnx.cli.score import score_file
 
-    print(score_file(export, file, options, tokens=tokens, as_json=as_json))
+    write = answer if as_json else show
+    write(*score_file(export, file, options, tokens=tokens, as_json=as_json))
 
 
 @app.command()
@@ -185,7 +186,7 @@ def doctor(as_json: AsJson = False) -> None:
     from qwen_onnx.doctor.text import describe
 
     report = examine()
-    print(to_json(report) if as_json else describe(report))
+    answer(to_json(report)) if as_json else show(*describe(report).split("\n"))
     if not report.ready:
         raise typer.Exit(1)
 
@@ -201,10 +202,10 @@ def cache_list(
     exports = list_exports(cache_folder(cache_dir))
     if as_json:
         listed = [{"name": e.name, "model": e.model_id, "dtype": e.dtype, "bytes": e.size} for e in exports]
-        print(json.dumps(listed))
+        answer(json.dumps(listed))
         return
     for export in exports:
-        print(f"{export.size:>15,}  {export.name}")
+        show(f"{export.size:>15,}  {export.name}")
 
 
 @cache_app.command("rm")
@@ -219,4 +220,4 @@ def cache_remove(
     if not names and not everything:
         raise UserError("nothing to remove: give names from `qwen-onnx cache ls`, or --all")
     removed = remove_exports(cache_folder(cache_dir), names or [], everything=everything)
-    print(f"removed {len(removed)}, {sum(export.size for export in removed):,} bytes", file=sys.stderr)
+    tell(f"removed {len(removed)}, {sum(export.size for export in removed):,} bytes")

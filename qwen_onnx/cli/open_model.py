@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from qwen_onnx.checkpoints.checkpoint import open_checkpoint
 from qwen_onnx.checkpoints.hub import DEFAULT_MODEL, ModelSource, as_path, resolve_model
 from qwen_onnx.cli.export_cache import cache_folder, cached_export_path
 from qwen_onnx.cli.run_options import RunOptions
+from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.contract import DTYPES
 from qwen_onnx.contract.manifest import MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import ExportInProgressError, UserError
@@ -38,12 +38,12 @@ def open_chat(model: str, options: RunOptions, session: SessionOptions) -> Chat:
         raise UserError(f"{folder}: holds {held}, --dtype {options.dtype} asked for")
     chat = Chat(Runner(folder, session))
     if session.provider == "auto":
-        print(f"provider: {chat.runner.provider}", file=sys.stderr)
+        tell(f"provider: {chat.runner.provider}")
     if ignored := chat.generation_config.ignored:
-        print(f"note: not supported, of generation_config.json: {', '.join(ignored)}", file=sys.stderr)
+        tell(f"note: not supported, of generation_config.json: {', '.join(ignored)}")
     verify_engine_of(chat)
     if len(both := installed_distributions()) > 1:
-        print(f"warning: {' and '.join(both)} overwrite each other; {ONE_DISTRIBUTION}", file=sys.stderr)
+        tell(f"warning: {' and '.join(both)} overwrite each other; {ONE_DISTRIBUTION}")
     return chat
 
 
@@ -55,11 +55,11 @@ def verify_engine_of(chat: Chat) -> None:
     """
     if chat.runner.engine is None:
         return
-    print(chat.runner.engine.describe(), file=sys.stderr)
+    tell(chat.runner.engine.describe())
     if not chat.runner.engine.checked:
         from qwen_onnx.checks.engines import verify_engine  # here, because it imports what makes exports
 
-        print(verify_engine(chat), file=sys.stderr)
+        tell(verify_engine(chat))
 
 
 def _export_folder(model: str, options: RunOptions, session: SessionOptions) -> Path:
@@ -67,7 +67,7 @@ def _export_folder(model: str, options: RunOptions, session: SessionOptions) -> 
     given = as_path(model)
     if model and not (given / MANIFEST_FILE).exists():
         for note in recover(given):  # a killed `export --force` may have left it displaced
-            print(f"note: {note}", file=sys.stderr)
+            tell(f"note: {note}")
     if model and (given / MANIFEST_FILE).exists():
         if options.revision is not None:
             raise UserError(f"{given}: an export; --revision {options.revision} is for models on the Hub")
@@ -90,7 +90,7 @@ def _export_folder(model: str, options: RunOptions, session: SessionOptions) -> 
         found = cached_export_path(cache, source, in_panels)
         if not (found / MANIFEST_FILE).exists():  # or it is damaged: a plain one does as well
             path, weights_order = found, "panels"
-    print(f"exporting {source.model_id} as {dtype}, once, to {path}", file=sys.stderr)
+    tell(f"exporting {source.model_id} as {dtype}, once, to {path}")
     _export_once(source, path, dtype, weights_order)
     return path
 
@@ -112,7 +112,7 @@ def _export_once(source: ModelSource, path: Path, dtype: str, weights_order: str
             if not isinstance(error, ExportInProgressError):
                 raise
         if not waiting:
-            print("another process is exporting it: waiting", file=sys.stderr)
+            tell("another process is exporting it: waiting")
         waiting = True
         time.sleep(_LOOK_AGAIN)
 

@@ -13,8 +13,9 @@ from qwen_onnx.cli.chat.line_reader import LineReader, as_typed, can_edit, read_
 from qwen_onnx.cli.chat.repl import Repl
 from qwen_onnx.cli.completion import bounded, complete, verify_for_template
 from qwen_onnx.cli.open_model import open_chat
-from qwen_onnx.cli.printer import Printer, has_colors, print_stats, print_verbose
+from qwen_onnx.cli.printer import Printer, print_stats, print_verbose
 from qwen_onnx.cli.run_options import RunOptions
+from qwen_onnx.cli.terminal.output import answer, has_colors, tell
 from qwen_onnx.errors import UserError
 from qwen_onnx.options import Given, made
 from qwen_onnx.runners.chat import Chat, Message
@@ -82,12 +83,12 @@ def _complete(
         on_token=lambda token, said: None if options.json else printer.print_token(token, said),
     )
     if options.json:
-        print(json.dumps(result.as_json(chat)), flush=True)
+        answer(json.dumps(result.as_json(chat)))
     else:
         printer.end()
         known = "max_new_tokens" in asked and chat.request(asked).constraint is None
         if result.finish_reason == "context" or (result.finish_reason == "length" and not known):
-            print(f"({result.finish_reason})", file=sys.stderr)
+            tell(f"({result.finish_reason})")
     if options.stats:
         print_stats(chat, result)
     return 130 if result.finish_reason == "interrupted" else 0

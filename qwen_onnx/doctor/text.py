@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from qwen_onnx.doctor.examine import Package, Report, Runtime
+from qwen_onnx.errors import printable
 from qwen_onnx.runners.runtime.nvidia.driver import Driver
 from qwen_onnx.runners.runtime.nvidia.libraries import Library
 
@@ -39,7 +40,7 @@ def describe(report: Report) -> str:
         "",
         f"verdict: {report.verdict}",
     ]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _line(label: str, text: str) -> str:
