@@ -17,6 +17,7 @@ from qwen_onnx.cli.printer import Printer, print_stats, print_verbose
 from qwen_onnx.cli.run_options import RunOptions
 from qwen_onnx.cli.terminal.output import answer, has_colors, tell
 from qwen_onnx.errors import UserError
+from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.options import Given, made
 from qwen_onnx.runners.chat import Chat, Message
 from qwen_onnx.runners.generate import verify_request
@@ -28,16 +29,17 @@ from qwen_onnx.runners.sampling.request import Request
 _NO_TEMPLATE = "no chat template; use --raw to complete text"
 
 
-def run_model(model: str, *, run: Given, asked: Given, session: Given) -> int:
+def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session: Given) -> int:
     """Answer one prompt (from -p, --prompt-ids or a pipe), or a file of them, or chat; the exit code.
 
     Args:
-        run, asked, session: what was given of RunOptions, Request and SessionOptions.
+        run, of_model, asked, session: what was given of RunOptions, ModelOptions, Request and SessionOptions.
 
     Raises:
         UserError: anything wrong with the options, the model or the prompt.
     """
     options, of_session = made(RunOptions, run), made(SessionOptions, session)
+    model_options = made(ModelOptions, of_model)
     asked = _greedy(asked) if options.greedy else dict(asked)
     made(Request, asked)
     batch = None if options.batch is None else BatchOptions.of(options.batch, options.batch_size, options.out)
@@ -52,7 +54,7 @@ def run_model(model: str, *, run: Given, asked: Given, session: Given) -> int:
         if name in asked and not options.uses_template:
             raise UserError(f"{flag} belongs to the chat template; --raw and --prompt-ids use none")
     prompt = None if batch is not None or chatting else _prompt(options)
-    chat = open_chat(model, options, of_session)
+    chat = open_chat(model, model_options, of_session)
     if chat.template is None and options.uses_template:
         missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
         raise UserError(f"{chat.runner.folder}: has {missing}")

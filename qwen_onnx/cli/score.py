@@ -6,17 +6,19 @@ import json
 import sys
 from pathlib import Path
 
-from qwen_onnx.cli.open_model import verify_engine_of
+from qwen_onnx.cli.open_model import open_chat
 from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.errors import UserError
+from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
 from qwen_onnx.runners.score import Score
 
 
-def score_file(folder: Path, file: str, options: SessionOptions, *, tokens: bool, as_json: bool) -> list[str]:
+def score_file(
+    model: str, asked: ModelOptions, file: str, options: SessionOptions, *, tokens: bool, as_json: bool
+) -> list[str]:
     """What `score` prints of a UTF-8 text; where it is longer than the context, a note on stderr.
 
     Args:
@@ -28,10 +30,7 @@ def score_file(folder: Path, file: str, options: SessionOptions, *, tokens: bool
     """
     verify_provider(options.provider)
     text = _read(file)
-    chat = Chat(Runner(folder, options, for_scores=True))
-    if options.provider == "auto":
-        tell(f"provider: {chat.runner.provider}")
-    verify_engine_of(chat)
+    chat = open_chat(model, asked, options, for_scores=True)
     score = chat.score(text)
     if score.windows > 1:
         context = chat.runner.context_length

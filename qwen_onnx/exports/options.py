@@ -23,11 +23,13 @@ class ExportOptions(Options):
         UserError: values that are wrong, or do not go together.
     """
 
-    dtype: str = declare("f32", Text(EXPORT_DTYPES), f"Of weights: {', '.join(EXPORT_DTYPES)}.", _EXPORT)
+    dtype: str = declare(
+        "f32", Text(EXPORT_DTYPES), "Of weights: f32 (default), f16, bf16, int8, int4.", _EXPORT
+    )
     revision: str | None = declare(None, Text(), "Branch, tag or commit of a Hub id.", _EXPORT)
     max_context: int | None = declare(None, Count(1), "Positions; default the model's own.", _EXPORT)
     weights_order: str = declare(
-        "checkpoint", Text(WEIGHTS_ORDERS), "checkpoint, or panels: as this CPU reads f32.", _EXPORT,
+        "checkpoint", Text(WEIGHTS_ORDERS), "checkpoint (default), or panels: as this CPU reads f32.", _EXPORT,
         about="checkpoint, or panels: f32 matrices in the order that this processor's kernels read.",
     )  # fmt: skip
     link: bool = declare(
@@ -44,12 +46,12 @@ class ExportOptions(Options):
         None, OneOf(BLOCK_SIZES), "Their block size; default as the layers.", _QUANT
     )
     target: str | None = declare(
-        None, Text(TARGETS), "onnxruntime; or portable: one graph, any runtime.", _OTHERS
+        None, Text(TARGETS), "onnxruntime (default); or portable: one graph, any runtime.", _OTHERS
     )
     layout: str = declare(
         "plain",
         Text(LAYOUTS, hidden=("cpu",)),
-        f"Files as this reader wants them: {', '.join(LAYOUTS)}.",
+        f"Files as this reader wants them: {', '.join(LAYOUTS).replace('plain', 'plain (default)')}.",
         _OTHERS,
     )
     split: bool = declare(

@@ -133,7 +133,7 @@ class Request(SamplingParams):
         about="Functions that the model may call, as OpenAI's API describes them.",
     )  # fmt: skip
     reuse_cache: bool = declare(
-        True, Switch(), "Compute only what is new.", _CHAT, flag="--cache-reuse/--no-cache-reuse",
+        True, Switch(), "Default: only what is new.", _CHAT, flag="--cache-reuse/--no-cache-reuse",
         about="Compute only what of the prompt is not in the cache yet.",
     )  # fmt: skip
 

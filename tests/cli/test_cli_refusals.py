@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from qwen_onnx.cli.export_cache import list_exports
+from qwen_onnx.exports.cached.folder import list_exports
 from qwen_onnx.runners.runtime import providers
 from support.chats import copy_export, endless, write_chat_checkpoint
 from support.command import command
@@ -98,7 +98,7 @@ def test_a_path_that_is_not_there(arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["info", "check"])
 def test_a_folder_that_is_no_export(name: str, tmp_path: Path) -> None:
-    assert "/nope: no such export folder" in command(name, "/nope").error
+    assert "/nope: no such folder" in command(name, "/nope").error
     assert "export.json is missing" in command(name, tmp_path).error
 
 
