@@ -132,10 +132,14 @@ def check(
 ) -> None:
     """Check hashes, graphs and greedy ids of an export; with --against, its weights and logits too."""
     options = made(SessionOptions, session)
+    from qwen_onnx.checks.known_runtimes import verify_runtime
     from qwen_onnx.cli.open_model import export_folder, verify_checkpoint
+    from qwen_onnx.contract.manifest import read_manifest
 
     asked = made(ModelOptions, of_model)
     folder = export_folder(model, asked, provider=options.provider)
+    if runtime is not None:
+        verify_runtime(runtime, read_manifest(folder))
     if against is not None:
         verify_checkpoint(against, yes=asked.yes)
     from qwen_onnx.checks.check import check_export  # which imports what makes graphs

@@ -81,8 +81,9 @@ def _pass_on_interrupt(found: Any) -> None:
     """Ctrl-C that came where Python drops exceptions, as in the middle of an import, comes again."""
     if issubclass(found.exc_type, KeyboardInterrupt):
         import _thread
+        import threading
 
-        _thread.interrupt_main()
+        threading.Timer(0.01, _thread.interrupt_main).start()  # now, it would be dropped again
     else:
         sys.__unraisablehook__(found)
 

@@ -13,7 +13,8 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.exports.cached.find import find_export
 from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.exports.cached.size import CONTEXT, export_size, gigabytes
-from qwen_onnx.exports.options import ExportOptions
+from qwen_onnx.exports.layouts.known import chosen_layout, output_folder
+from qwen_onnx.exports.options import ExportOptions, export_positions
 from qwen_onnx.exports.publish.output_folder import refuse_output
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
@@ -47,10 +48,13 @@ def checkpoint_of(model: str, options: ExportOptions, out: Path | None, *, yes: 
     Raises:
         UserError: as `export_model`; or the user wants no download.
     """
-    if out is not None and options.layout != "triton":  # a repository of several models
-        refuse_output(out, force=options.force)
+    chosen_layout(options)
+    if name := Path(
+        model or DEFAULT_MODEL
+    ).name:  # before a download; afterwards the folder's own name counts
+        refuse_output(output_folder(out, name, options), force=options.force)
     source = _resolved(model, revision=options.revision, dtypes=(options.dtype,), yes=yes)
-    open_checkpoint(source.folder)
+    export_positions(open_checkpoint(source.folder).config, options.max_context)
     return source
 
 

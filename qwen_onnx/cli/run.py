@@ -23,6 +23,7 @@ from qwen_onnx.runners.chat import Chat, Message
 from qwen_onnx.runners.generate import verify_request
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
+from qwen_onnx.runners.sampling.grammar import verify_regex
 from qwen_onnx.runners.sampling.params import DRAWING, GREEDY
 from qwen_onnx.runners.sampling.request import Request
 
@@ -41,7 +42,7 @@ def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session:
     options, of_session = made(RunOptions, run), made(SessionOptions, session)
     model_options = made(ModelOptions, of_model)
     asked = _greedy(asked) if options.greedy else dict(asked)
-    made(Request, asked)
+    verify_regex(made(Request, asked).constraint)
     batch = None if options.batch is None else BatchOptions.of(options.batch, options.batch_size, options.out)
     if batch is not None:
         verify_batch_files(batch)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from qwen_onnx.contract import EXPORT_DTYPES, LAYOUTS, QUANTIZED, TARGETS, WEIGHTS_ORDERS
 from qwen_onnx.contract.quant import BITS, BLOCK_SIZES, QuantConfig, QuantPlan
 from qwen_onnx.errors import UserError
 from qwen_onnx.option_kinds import Count, OneOf, Switch, Text
 from qwen_onnx.options import Options, declare
+
+if TYPE_CHECKING:
+    from qwen_onnx.checkpoints.config import QwenConfig
 
 # By measurement (bench/README.md).
 DEFAULT_BLOCK_SIZES = {"int8": 128, "int4": 64}
@@ -89,3 +93,18 @@ class ExportOptions(Options):
         layers = QuantConfig(QUANTIZED[self.dtype], size)
         head = QuantConfig(self.head_bits or layers.bits, self.head_block_size or layers.block_size)
         return QuantPlan(layers, head)
+
+
+def export_positions(config: QwenConfig, max_context: int | None) -> int:
+    """Of an export of this model.
+
+    Raises:
+        UserError: more are asked for than the model has.
+    """
+    if max_context is None:
+        return config.context_length
+    if max_context > config.context_length:
+        raise UserError(
+            f"--max-context {max_context}: 1 to {config.context_length} wanted, the model's positions"
+        )
+    return max_context
