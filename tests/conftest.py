@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_setaffinity(0, {cores[int(number) % len(cores)]})
     # `auto` means the CPU here, GPU or not: expected numbers are the CPU provider's. Child processes get it too.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    # What is exported on the way is nobody's: no test leaves anything in the user's cache.
+    os.environ["QWEN_ONNX_CACHE"] = tempfile.mkdtemp(prefix="qwen-onnx-cache-")
+    atexit.register(shutil.rmtree, os.environ["QWEN_ONNX_CACHE"], ignore_errors=True)
     # A job in the background starts with SIGINT ignored, and hands that on to the children that wait for it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A machine that is busy is no fault.

@@ -8,22 +8,23 @@ from __future__ import annotations
 import dataclasses
 import errno
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from qwen_onnx.checkpoints import BUNDLED_MODEL, DEFAULT_MODEL
 from qwen_onnx.checkpoints.checkpoint import INDEX_FILE, SIDE_FILES, SINGLE_FILE
-from qwen_onnx.checkpoints.config import parse_config
+from qwen_onnx.checkpoints.config import QwenConfig, parse_config
 from qwen_onnx.checkpoints.tensor_names import quantization_note
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
 
-DEFAULT_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-BUNDLED_MODEL = "tiny"
-
 SMALL_FILES = (*SIDE_FILES, INDEX_FILE)
 """All that an export reads or copies beside the weights."""
 
+__all__ = [
+    "BUNDLED_MODEL", "DEFAULT_MODEL", "SMALL_FILES", "Download", "ModelSource", "as_path", "resolve_model",
+]  # fmt: skip
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 _LOCAL = re.compile(r"[./~\\]|[A-Za-z]:")
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
@@ -42,21 +43,45 @@ class ModelSource:
     """The commit a Hub snapshot is of; None for a local folder."""
 
 
-def resolve_model(model: str, *, revision: str | None = None) -> ModelSource:
+@dataclasses.dataclass(frozen=True)
+class Download:
+    """Weights that are to be fetched from the Hub."""
+
+    model_id: str
+    config: QwenConfig
+    nbytes: int | None
+    """Of what is not here yet; None where the Hub does not say."""
+    folder: Path
+    """The Hub cache."""
+
+
+def resolve_model(
+    model: str,
+    *,
+    revision: str | None = None,
+    before_download: Callable[[Download], None] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> ModelSource:
     """Find the checkpoint that `model` names, and download what is missing of it.
 
     `tiny` is the bundled model. An existing folder, or anything that reads like a path, is local, and nothing
     is asked of the network. The rest must be a Hub id.
 
+    Args:
+        before_download: is called once it is known what weights are missing; what it raises stops it.
+        tell: gets what is worth knowing, a line at a time.
+
     Raises:
         UserError: no such folder or Hub model, a revision of something local, or a download that failed.
     """
     if model == BUNDLED_MODEL:
+        if Path(BUNDLED_MODEL).is_dir():
+            tell(f"note: {BUNDLED_MODEL} is the bundled model; the folder of this name is ./{BUNDLED_MODEL}")
         source = ModelSource(Path(__file__).parents[1] / "tiny", BUNDLED_MODEL, BUNDLED_MODEL, None)
     else:
         local = _local_folder(model)
         if local is None:
-            return _download(model, revision)
+            return _download(model, revision, before_download)
         name = local.resolve().name or "model"
         source = ModelSource(local, name, name, None)
     if revision is not None:
@@ -91,7 +116,7 @@ def _local_folder(model: str) -> Path | None:
                 f"{model}: GGUF is not read; give the safetensors checkpoint that it was made from"
             )
         raise UserError(f"{model}: a file; wanted the checkpoint's folder (config.json and *.safetensors)")
-    if _LOCAL.match(model):
+    if _LOCAL.match(model) or model.endswith(("/", "\\")):
         raise UserError(f"{model}: no such folder")
     if not _HUB_ID.fullmatch(model):
         raise UserError(
@@ -101,7 +126,9 @@ def _local_folder(model: str) -> Path | None:
     return None
 
 
-def _download(model: str, revision: str | None) -> ModelSource:
+def _download(
+    model: str, revision: str | None, before_download: Callable[[Download], None] | None
+) -> ModelSource:
     import huggingface_hub
 
     try:
@@ -109,18 +136,32 @@ def _download(model: str, revision: str | None) -> ModelSource:
             model, revision=revision, allow_patterns=list(SMALL_FILES), library_name="qwen-onnx"
         )
         folder = Path(snapshot)
-        weight_map = _weight_map(folder)
-        if (config := folder / "config.json").exists():  # refused before gigabytes are fetched
-            parse_config(raw := read_json(config))
+        weight_map, config = _weight_map(folder), None
+        if (file := folder / "config.json").exists():  # refused before gigabytes are fetched
+            config = parse_config(raw := read_json(file))
             quantization_note(raw, map(str, weight_map), ())
+        missing = [name for name in _weights_files(folder, weight_map) if not (folder / name).exists()]
+        if config is not None and missing and before_download is not None:
+            size = _size_on_hub(model, missing, folder.name)
+            before_download(Download(model, config, size, Path(huggingface_hub.constants.HF_HUB_CACHE)))
         # One by one and in this thread: inside snapshot_download's threads, Ctrl-C waits for whole files.
         for name in _weights_files(folder, weight_map):
             huggingface_hub.hf_hub_download(model, name, revision=folder.name, library_name="qwen-onnx")
     except UserError as error:
-        raise UserError(f"{model}: {error}") from None
+        told = str(error)
+        raise UserError(told if told.startswith(f"{model}: ") else f"{model}: {told}") from None
     except Exception as error:
         raise UserError(f"{model}: {_explain(error, model, revision)}") from error
     return ModelSource(folder, model.rsplit("/", 1)[-1], model, folder.name)
+
+
+def _size_on_hub(model: str, names: list[str], revision: str) -> int | None:
+    import huggingface_hub
+
+    urls = [huggingface_hub.hf_hub_url(model, name, revision=revision) for name in names]
+    sizes = [huggingface_hub.get_hf_file_metadata(url).size for url in urls]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def _weight_map(folder: Path) -> dict[str, Any]:
@@ -160,7 +201,8 @@ def _explain(error: BaseException, model: str, revision: str | None) -> str:
     if _status(error) == 401 and "Invalid credentials" in str(error):
         return f"{hub} does not know your token (any more); run `hf auth login`, or `hf auth logout`"
     if isinstance(error, errors.RepositoryNotFoundError) or _status(error) == 401:
-        return f"no such public model on {hub}; check the name, or run `hf auth login` if it is private"
+        where = f"no folder of this name here, and no such public model on {hub}"
+        return f"{where}; check the name, or run `hf auth login` if it is private"
     if _status(error) == 403:
         return f"{hub} refused access (HTTP 403); run `hf auth login` with a token that may read it"
     if _status(error) is not None:
@@ -171,8 +213,8 @@ def _explain(error: BaseException, model: str, revision: str | None) -> str:
     # httpx in huggingface_hub 1, httpx2 in 2: told by name, so that both are understood.
     if any(kind.__name__ == "TransportError" for kind in type(error).__mro__):
         return (
-            f"lost or no connection to {hub} ({_first_line(error)}); finished files are kept: check the "
-            "network, then run the same command again"
+            f"no folder of this name here; lost or no connection to {hub} ({_first_line(error)}); finished files "
+            "are kept: check the network, then run the same command again"
         )
     if isinstance(error, errors.FileMetadataError | ValueError | AssertionError | KeyError):
         return f"{hub} does not answer like a Hub ({_first_line(error)}); check HF_ENDPOINT and proxies"

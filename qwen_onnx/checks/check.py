@@ -17,8 +17,9 @@ from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header, sa
 from qwen_onnx.checks.constants import check_constants
 from qwen_onnx.checks.golden import Finding, check_golden
 from qwen_onnx.checks.info import load_graph, tensor_spec
+from qwen_onnx.checks.known_runtimes import verify_runtime
 from qwen_onnx.checks.logits import check_logits, check_quality
-from qwen_onnx.checks.runtimes import check_runtime, verify_runtime
+from qwen_onnx.checks.runtimes import check_runtime
 from qwen_onnx.contract import DTYPES, QUANTIZED
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights, read_manifest
@@ -52,7 +53,7 @@ def check_export(
     Args:
         options: the provider; with TF32 the bounds are those of f32 still.
         against: checkpoint (folder, Hub id or `tiny`) to compare weights and logits with.
-        runtime: have this one of RUNTIMES choose the greedy ids too.
+        runtime: have this one of MODULES choose the greedy ids too.
 
     Raises:
         UserError: not an export at all, or the provider does not start, or the runtime is not known.
@@ -62,6 +63,7 @@ def check_export(
         verify_runtime(runtime, manifest)
     options = options or SessionOptions()
     choose_provider(options.provider, manifest)
+    checkpoint = None if against is None else open_checkpoint(resolve_model(against).folder)
     damaged = _damaged_files(folder, manifest)
     yield Finding(not damaged, f"files: {len(manifest.files)} as written" if not damaged else damaged[0])
     if damaged:
@@ -72,7 +74,6 @@ def check_export(
     yield from check_constants(folder, manifest)
     for graph in manifest.graphs:
         yield _finding(_check_graph, folder, graph)
-    checkpoint = None if against is None else open_checkpoint(resolve_model(against).folder)
     if checkpoint is not None:
         fault = _foreign_weights(folder, manifest, checkpoint)
         yield Finding(fault is None, fault or f"weights: the checkpoint's, as {manifest.dtype}, bit for bit")

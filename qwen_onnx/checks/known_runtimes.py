@@ -5,7 +5,11 @@ To load is not enough: tinygrad reads any graph, and ends at the first operator 
 
 from __future__ import annotations
 
+import importlib
+
 from qwen_onnx.contract.manifest import GraphSpec, Manifest
+from qwen_onnx.errors import UserError
+from qwen_onnx.runners.runtime.session import first_line
 
 _ORT = ("ONNX Runtime in Python", "in Node", "in browsers")
 _FEEDERS = ("onnxruntime-genai", "optimum", "transformers.js")
@@ -18,6 +22,15 @@ STATIC = (*_ORT, "onnx2pytorch", "nxrt", "onnx's reference evaluator")
 CONTRIB = (*_ORT, "nxrt")
 PANELS = ("ONNX Runtime in Python", "in Node")
 """Where its kernels take panels of so many rows: `probe.onnx` tells."""
+
+
+MODULES = {
+    "onnxruntime": "onnxruntime",
+    "onnxruntime-genai": "onnxruntime_genai",
+    "openvino": "openvino",
+    "tract": "tract",
+}
+"""Names for `check --runtime`, and the modules they are imported as."""
 
 
 def runs_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
@@ -51,3 +64,18 @@ def describe_runtimes(manifest: Manifest, graph: GraphSpec) -> list[str]:
     if graph.lowering == "contrib" and "OpenVINO" in known:
         lines.append("OpenVINO takes one sequence at a time, and puts out a cache of the live length")
     return lines
+
+
+def verify_runtime(name: str, manifest: Manifest) -> None:
+    """Raise UserError where there is no such runtime to check with, or it is not installed, or has no graph here."""
+    if name not in MODULES:
+        raise UserError(f"--runtime {name!r} is not known; choose one of {', '.join(MODULES)}")
+    if manifest.target != "portable":
+        raise UserError(
+            f"--runtime {name}: is for portable exports, made with --target portable; this is none"
+        )
+    try:
+        importlib.import_module(MODULES[name])
+    except ImportError as error:
+        where = ", in an environment of its own: it brings another ONNX Runtime" if "genai" in name else ""
+        raise UserError(f"--runtime {name}: {first_line(error)}; pip install {name}{where}") from None

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qwen_onnx.checks.golden import Finding, Greedy, compare_golden, golden_of, greedy_along
+from qwen_onnx.checks.known_runtimes import MODULES
 from qwen_onnx.checks.tolerances import logit_bound
 from qwen_onnx.contract import ATTENTION_MASK, INPUT_IDS, LOGITS, POSITION_IDS
 from qwen_onnx.contract.manifest import GraphSpec, Manifest
@@ -22,29 +23,6 @@ from qwen_onnx.runners.runtime.session import first_line, import_onnxruntime
 Inputs = dict[str, NDArray[Any]]
 Step = Callable[[Inputs], dict[str, NDArray[Any]]]
 """Inputs by name to outputs by name: one run of a graph."""
-
-RUNTIMES = {
-    "onnxruntime": "onnxruntime",
-    "onnxruntime-genai": "onnxruntime_genai",
-    "openvino": "openvino",
-    "tract": "tract",
-}
-"""Names for `check --runtime`, and the modules they are imported as."""
-
-
-def verify_runtime(name: str, manifest: Manifest) -> None:
-    """Raise UserError where there is no such runtime to check with, or it is not installed, or has no graph here."""
-    if name not in RUNTIMES:
-        raise UserError(f"--runtime {name!r} is not known; choose one of {', '.join(RUNTIMES)}")
-    if manifest.target != "portable":
-        raise UserError(
-            f"--runtime {name}: is for portable exports, made with --target portable; this is none"
-        )
-    try:
-        importlib.import_module(RUNTIMES[name])
-    except ImportError as error:
-        where = ", in an environment of its own: it brings another ONNX Runtime" if "genai" in name else ""
-        raise UserError(f"--runtime {name}: {first_line(error)}; pip install {name}{where}") from None
 
 
 def check_runtime(chat: Chat, manifest: Manifest, name: str) -> Finding:
@@ -59,7 +37,7 @@ def check_runtime(chat: Chat, manifest: Manifest, name: str) -> Finding:
     graph = next((graph for graph in manifest.graphs if graph.lowering == "portable"), None)
     if graph is None:
         raise UserError(f"{name}: the export has no portable graph")
-    module = importlib.import_module(RUNTIMES[name])
+    module = importlib.import_module(MODULES[name])
     try:
         greedy = _open(name, chat.runner.folder, manifest, graph)
         found = greedy_along(greedy, golden)

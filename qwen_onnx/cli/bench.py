@@ -13,7 +13,7 @@ def as_json(found: Benchmark) -> dict[str, Any]:
     return dataclasses.asdict(found) | {"bandwidth_share": found.bandwidth_share}
 
 
-def as_text(found: Benchmark) -> str:
+def as_lines(found: Benchmark) -> list[str]:
     """What `bench` prints."""
     share = found.outside_ms / found.step_ms.median
     lines = [
@@ -36,7 +36,7 @@ def as_text(found: Benchmark) -> str:
         memory.insert(0, f"{found.anonymous_bytes / 1e6:,.0f} MB private")
     if found.peak_bytes is not None:
         memory.insert(1, f"peak {found.peak_bytes / 1e6:,.0f} MB with mapped files")
-    return "\n".join([*lines, f"memory        {', '.join(memory)}"])
+    return [*lines, f"memory        {', '.join(memory)}"]
 
 
 def _spread(spread: Spread, digits: int) -> str:

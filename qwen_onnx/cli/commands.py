@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from qwen_onnx.checkpoints import DEFAULT_MODEL
+from qwen_onnx.cli.cache import cache_app
 from qwen_onnx.cli.flags import flags
 from qwen_onnx.cli.run_options import RunOptions
-from qwen_onnx.errors import UserError
+from qwen_onnx.cli.terminal.output import answer, show, tell
+from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.options import Given, made
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.sampling.request import Request
 
+Model = Annotated[
+    str,
+    typer.Argument(help="Folder, name of an export, Hub id, or `tiny`.", show_default=False),
+]
 Export = Annotated[Path, typer.Argument(help="Export folder.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
-CacheDir = Annotated[Path | None, typer.Option(help="Folder for exports made on the way.")]
 
 app = typer.Typer(
     name="qwen-onnx",
@@ -28,7 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-cache_app = typer.Typer(help="Exports that `run` made of models.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
 
 
@@ -36,7 +40,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from qwen_onnx import __version__
 
-        print(f"qwen-onnx {__version__}")
+        show(f"qwen-onnx {__version__}")
         raise typer.Exit
 
 
@@ -50,57 +54,74 @@ def _all(
 
 
 @app.command()
+@flags("of_model", ModelOptions, only=("yes",))
 @flags("options", ExportOptions)
 def export(
     options: Given,
-    model: Annotated[str, typer.Argument(help="Hub id, checkpoint folder, or `tiny`.")] = "",
+    of_model: Given,
+    model: Annotated[
+        str, typer.Argument(help=f"Folder, Hub id, `tiny`; default {DEFAULT_MODEL}", show_default=False)
+    ] = "",
     out: Annotated[
         Path | None, typer.Argument(help="Default ./NAME-DTYPE, then -portable, -panels or -LAYOUT.")
     ] = None,
 ) -> None:
     """Export a checkpoint to a folder of ONNX graphs and one weights file."""
     asked = made(ExportOptions, options)
-    from qwen_onnx.checkpoints.hub import DEFAULT_MODEL
-    from qwen_onnx.cli.progress import export_with_progress, summary_table
+    from qwen_onnx.cli.open_model import checkpoint_of
 
-    print(summary_table(export_with_progress(model or DEFAULT_MODEL, out, asked)))
+    source = checkpoint_of(model, asked, out, yes=made(ModelOptions, of_model).yes)
+    from qwen_onnx.cli.progress import export_with_progress, summary_table  # which import what makes graphs
+
+    show(*summary_table(export_with_progress(source, out, asked)))
 
 
 @app.command()
 @flags("session", SessionOptions)
 @flags("asked", Request)
+@flags("of_model", ModelOptions)
 @flags("run_options", RunOptions)
 def run(
     run_options: Given,
+    of_model: Given,
     asked: Given,
     session: Given,
-    model: Annotated[str, typer.Argument(help="Export folder, Hub id, checkpoint folder, or `tiny`.")] = "",
+    model: Annotated[
+        str, typer.Argument(help=f"Folder, name, Hub id; default {DEFAULT_MODEL}", show_default=False)
+    ] = "",
 ) -> None:
     """Chat with a model; or answer a prompt (-p, or piped in), or a file of them."""
     from qwen_onnx.cli.run import run_model
 
-    if code := run_model(model, run=run_options, asked=asked, session=session):
+    if code := run_model(model, run=run_options, of_model=of_model, asked=asked, session=session):
         raise typer.Exit(code)
 
 
 @app.command()
+@flags("of_model", ModelOptions)
 def info(
-    export: Export,
+    of_model: Given,
+    model: Model,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="Each graph's inputs, outputs and operators too.")
     ] = False,
 ) -> None:
     """Show what an export is: model, sizes, and what runs it."""
+    from qwen_onnx.cli.open_model import export_folder
+
+    folder = export_folder(model, made(ModelOptions, of_model))
     from qwen_onnx.checks.info import describe
 
-    print(describe(export, graphs=graphs))
+    show(*describe(folder, graphs=graphs).split("\n"))
 
 
 @app.command()
 @flags("session", SessionOptions, only=("provider", "tf32"))
+@flags("of_model", ModelOptions)
 def check(
+    of_model: Given,
     session: Given,
-    export: Export,
+    model: Model,
     against: Annotated[
         str | None, typer.Option(help="Checkpoint to compare weights and logits with.")
     ] = None,
@@ -111,14 +132,24 @@ def check(
 ) -> None:
     """Check hashes, graphs and greedy ids of an export; with --against, its weights and logits too."""
     options = made(SessionOptions, session)
-    from qwen_onnx.checks.check import check_export
+    from qwen_onnx.checks.known_runtimes import verify_runtime
+    from qwen_onnx.cli.open_model import export_folder, verify_checkpoint
+    from qwen_onnx.contract.manifest import read_manifest
+
+    asked = made(ModelOptions, of_model)
+    folder = export_folder(model, asked, provider=options.provider)
+    if runtime is not None:
+        verify_runtime(runtime, read_manifest(folder))
+    if against is not None:
+        verify_checkpoint(against, yes=asked.yes)
+    from qwen_onnx.checks.check import check_export  # which imports what makes graphs
 
     failed = []
-    for finding in check_export(export, options, against=against, runtime=runtime):
-        print(f"{'ok' if finding.ok else 'FAILED':<7} {finding.text}", file=sys.stderr)
+    for finding in check_export(folder, options, against=against, runtime=runtime):
+        tell(f"{'ok' if finding.ok else 'FAILED':<7} {finding.text}")
         if not finding.ok:
             failed.append(finding.text)
-    print(f"MISMATCH: {failed[0]}" if failed else "OK: the export is what it should be")
+    show(f"MISMATCH: {failed[0]}" if failed else "OK: the export is what it should be")
     if failed:
         raise typer.Exit(1)
 
@@ -133,14 +164,16 @@ def build(
     """Build the TensorRT engine of an export ahead, and check its greedy ids."""
     from qwen_onnx.checks.engines import build_engine
 
-    print(build_engine(export, max_context=max_context, report=lambda line: print(line, file=sys.stderr)))
+    show(build_engine(export, max_context=max_context, report=tell))
 
 
 @app.command()
 @flags("session", SessionOptions, only=("provider", "threads", "prepack"))
+@flags("of_model", ModelOptions)
 def bench(
+    of_model: Given,
     session: Given,
-    export: Export,
+    model: Model,
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt, random ids.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
     repeats: Annotated[int, typer.Option(help="After one to warm up.")] = 5,
@@ -148,23 +181,28 @@ def bench(
 ) -> None:
     """Measure an export here: TTFT, tokens/s, memory, and the share of the memory's bandwidth that it reaches."""
     options = made(SessionOptions, session)
-    from qwen_onnx.checks.benchmark import run_benchmark
-    from qwen_onnx.cli.bench import as_json as to_json
-    from qwen_onnx.cli.bench import as_text
+    from qwen_onnx.cli.open_model import export_folder
     from qwen_onnx.runners.runtime.providers import verify_provider
 
     verify_provider(options.provider)
+    folder = export_folder(model, made(ModelOptions, of_model), provider=options.provider)
+    from qwen_onnx.checks.benchmark import run_benchmark  # which imports what makes graphs
+    from qwen_onnx.cli.bench import as_json as to_json
+    from qwen_onnx.cli.bench import as_lines
+
     found = run_benchmark(
-        export, options, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
+        folder, options, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
     )
-    print(json.dumps(to_json(found)) if as_json else as_text(found))
+    answer(json.dumps(to_json(found))) if as_json else show(*as_lines(found))
 
 
 @app.command()
 @flags("session", SessionOptions, only=("provider", "threads", "max_context"))
+@flags("of_model", ModelOptions)
 def score(
+    of_model: Given,
     session: Given,
-    export: Export,
+    model: Model,
     file: Annotated[str, typer.Argument(help="UTF-8 text, or - for stdin.", show_default=False)],
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Each token with its log-probability too.")
@@ -175,7 +213,8 @@ def score(
     options = made(SessionOptions, session)
     from qwen_onnx.cli.score import score_file
 
-    print(score_file(export, file, options, tokens=tokens, as_json=as_json))
+    write = answer if as_json else show
+    write(*score_file(model, made(ModelOptions, of_model), file, options, tokens=tokens, as_json=as_json))
 
 
 @app.command()
@@ -185,38 +224,6 @@ def doctor(as_json: AsJson = False) -> None:
     from qwen_onnx.doctor.text import describe
 
     report = examine()
-    print(to_json(report) if as_json else describe(report))
+    answer(to_json(report)) if as_json else show(*describe(report).split("\n"))
     if not report.ready:
         raise typer.Exit(1)
-
-
-@cache_app.command("ls")
-def cache_list(
-    cache_dir: CacheDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
-) -> None:
-    """List exports made on the way."""
-    from qwen_onnx.cli.export_cache import cache_folder, list_exports
-
-    exports = list_exports(cache_folder(cache_dir))
-    if as_json:
-        listed = [{"name": e.name, "model": e.model_id, "dtype": e.dtype, "bytes": e.size} for e in exports]
-        print(json.dumps(listed))
-        return
-    for export in exports:
-        print(f"{export.size:>15,}  {export.name}")
-
-
-@cache_app.command("rm")
-def cache_remove(
-    names: Annotated[list[str] | None, typer.Argument(help="Names as `cache ls` shows them.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove them all.")] = False,
-    cache_dir: CacheDir = None,
-) -> None:
-    """Remove exports made on the way."""
-    from qwen_onnx.cli.export_cache import cache_folder, remove_exports
-
-    if not names and not everything:
-        raise UserError("nothing to remove: give names from `qwen-onnx cache ls`, or --all")
-    removed = remove_exports(cache_folder(cache_dir), names or [], everything=everything)
-    print(f"removed {len(removed)}, {sum(export.size for export in removed):,} bytes", file=sys.stderr)

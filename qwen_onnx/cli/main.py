@@ -1,45 +1,91 @@
-"""The `qwen-onnx` command: stdout is the answer, stderr all else; a UserError is one line and exit code 1."""
+"""The `qwen-onnx` command: stdout is the answer, stderr all else.
+
+Exit codes: 0 done; 1 a UserError, or a check that failed, in one line; 2 a command line that cannot be read, in one
+line; 130 Ctrl-C. Nothing is imported here before `main` can catch Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+from types import TracebackType
+from typing import Any
 
-from qwen_onnx.cli.commands import app
-from qwen_onnx.errors import UserError
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
 def main() -> None:
     """Run the command that sys.argv names."""
+    hooks = sys.excepthook, sys.unraisablehook
+    sys.excepthook, sys.unraisablehook = _show_crash, _pass_on_interrupt
+    try:
+        code = _run()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.excepthook, sys.unraisablehook = hooks  # what comes by here is no crash
+    sys.exit(code)
+
+
+def _run() -> int:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a terminal that cannot show a character shows `?`
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    from qwen_onnx.cli.terminal.output import tell
+    from qwen_onnx.errors import UserError
+
     try:
         try:
-            app()
+            return _command()
         finally:
             sys.stdout.flush()  # here, where what it says is caught
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        tell(f"error: {' '.join(str(error).split())}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "start new thread" not in str(error):
             raise
-        print(
-            "error: out of memory; free some, or take a smaller model, dtype or --max-context",
-            file=sys.stderr,
-        )
-        sys.exit(1)
+        tell("error: out of memory; free some, or take a smaller model, dtype or --max-context")
     except OSError as error:
         # Of stdout: all else becomes a UserError. A reader that left, as `| head` does, needs no word.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            print(f"error: stdout: {error.strerror or error}", file=sys.stderr)
-        sys.exit(1)
+            tell(f"error: stdout: {error.strerror or error}")
+    return FAILED
+
+
+def _command() -> int:
+    from qwen_onnx.cli.commands import app
+    from qwen_onnx.cli.terminal.usage import UsageError, usage_line
+
+    try:
+        return int(app(prog_name="qwen-onnx", standalone_mode=False) or 0)
+    except UsageError as error:
+        from qwen_onnx.cli.terminal.output import tell
+
+        if line := usage_line(error):
+            tell(line)
+        return USAGE
+
+
+def _show_crash(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """A fault of ours: its traceback may hold what a file says."""
+    import traceback
+
+    from qwen_onnx.cli.terminal.output import quote
+
+    quote("".join(traceback.format_exception(kind, error, where)), end="")
+
+
+def _pass_on_interrupt(found: Any) -> None:
+    """Ctrl-C that came where Python drops exceptions, as in the middle of an import, comes again."""
+    if issubclass(found.exc_type, KeyboardInterrupt):
+        import _thread
+        import threading
+
+        threading.Timer(0.01, _thread.interrupt_main).start()  # now, it would be dropped again
+    else:
+        sys.__unraisablehook__(found)
 
 
 def _open_closed_streams() -> None:

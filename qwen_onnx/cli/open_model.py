@@ -1,49 +1,90 @@
-"""MODEL of `qwen-onnx run`: an export, or a model that is exported once, into the user's cache."""
+"""MODEL of a command: found or exported, then opened; what is worth saying of it goes to stderr."""
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 
+from qwen_onnx.checkpoints import DEFAULT_MODEL
 from qwen_onnx.checkpoints.checkpoint import open_checkpoint
-from qwen_onnx.checkpoints.hub import DEFAULT_MODEL, ModelSource, as_path, resolve_model
-from qwen_onnx.cli.export_cache import cache_folder, cached_export_path
-from qwen_onnx.cli.run_options import RunOptions
-from qwen_onnx.contract import DTYPES
-from qwen_onnx.contract.manifest import MANIFEST_FILE, read_manifest
-from qwen_onnx.errors import ExportInProgressError, UserError
-from qwen_onnx.exports.publish.staging import recover
+from qwen_onnx.checkpoints.hub import Download, ModelSource, resolve_model
+from qwen_onnx.cli.terminal.output import tell
+from qwen_onnx.cli.terminal.question import confirmed
+from qwen_onnx.errors import UserError
+from qwen_onnx.exports.cached.find import find_export
+from qwen_onnx.exports.cached.options import ModelOptions
+from qwen_onnx.exports.cached.size import CONTEXT, export_size, gigabytes
+from qwen_onnx.exports.layouts.known import chosen_layout, output_folder
+from qwen_onnx.exports.options import ExportOptions, export_positions
+from qwen_onnx.exports.publish.output_folder import refuse_output
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
-from qwen_onnx.runners.runtime.panels import suits_processor
-from qwen_onnx.runners.runtime.providers import missing_library
 from qwen_onnx.runners.runtime.session import ONE_DISTRIBUTION, installed_distributions
 
-# Rows of a panel where --weights-order panels was measured to be faster; of 8 rows nobody knows (bench/README.md).
-_MEASURED_PANELS = 16
-_LOOK_AGAIN = 0.2  # seconds
+
+def export_folder(model: str, asked: ModelOptions, *, provider: str = "auto") -> Path:
+    """The folder of the export that MODEL is, or that is made of it.
+
+    Raises:
+        UserError: as `find_export`; or the user wants no download.
+    """
+    if not model:
+        tell(f"no model named: {DEFAULT_MODEL}, the default")
+    return find_export(
+        model,
+        asked,
+        provider=provider,
+        export=_export,
+        tell=tell,
+        before_download=DownloadQuestion(
+            dtypes=(asked.dtype,) if asked.dtype else ("f32", "int4"), yes=asked.yes
+        ),
+    )
 
 
-def open_chat(model: str, options: RunOptions, session: SessionOptions) -> Chat:
-    """The model, ready to answer; what is worth saying of it is said on stderr.
+def checkpoint_of(model: str, options: ExportOptions, out: Path | None, *, yes: bool) -> ModelSource:
+    """The checkpoint to export: what can be refused of it and of OUT is, before anything heavy is imported.
+
+    Raises:
+        UserError: as `export_model`; or the user wants no download.
+    """
+    chosen_layout(options)
+    if name := Path(
+        model or DEFAULT_MODEL
+    ).name:  # before a download; afterwards the folder's own name counts
+        refuse_output(output_folder(out, name, options), force=options.force)
+    source = _resolved(model, revision=options.revision, dtypes=(options.dtype,), yes=yes)
+    export_positions(open_checkpoint(source.folder).config, options.max_context)
+    return source
+
+
+def verify_checkpoint(model: str, *, yes: bool) -> None:
+    """Raises UserError where there is no such checkpoint to compare with, or the user wants no download."""
+    open_checkpoint(_resolved(model, revision=None, dtypes=(), yes=yes).folder)
+
+
+def _resolved(model: str, *, revision: str | None, dtypes: tuple[str, ...], yes: bool) -> ModelSource:
+    if not model:
+        tell(f"no model named: {DEFAULT_MODEL}, the default")
+    question = DownloadQuestion(dtypes=dtypes, yes=yes)
+    return resolve_model(model or DEFAULT_MODEL, revision=revision, before_download=question, tell=tell)
+
+
+def open_chat(model: str, asked: ModelOptions, session: SessionOptions, *, for_scores: bool = False) -> Chat:
+    """The model, ready to answer.
 
     Raises:
         UserError: anything wrong with the model or the options.
     """
-    folder = _export_folder(model, options, session)
-    held = read_manifest(folder).dtype
-    if options.dtype not in (None, held):
-        raise UserError(f"{folder}: holds {held}, --dtype {options.dtype} asked for")
-    chat = Chat(Runner(folder, session))
+    folder = export_folder(model, asked, provider=session.provider)
+    chat = Chat(Runner(folder, session, for_scores=for_scores))
     if session.provider == "auto":
-        print(f"provider: {chat.runner.provider}", file=sys.stderr)
-    if ignored := chat.generation_config.ignored:
-        print(f"note: not supported, of generation_config.json: {', '.join(ignored)}", file=sys.stderr)
+        tell(f"provider: {chat.runner.provider}")
+    if not for_scores and (ignored := chat.generation_config.ignored):
+        tell(f"note: not supported, of generation_config.json: {', '.join(ignored)}")
     verify_engine_of(chat)
     if len(both := installed_distributions()) > 1:
-        print(f"warning: {' and '.join(both)} overwrite each other; {ONE_DISTRIBUTION}", file=sys.stderr)
+        tell(f"warning: {' and '.join(both)} overwrite each other; {ONE_DISTRIBUTION}")
     return chat
 
 
@@ -55,77 +96,36 @@ def verify_engine_of(chat: Chat) -> None:
     """
     if chat.runner.engine is None:
         return
-    print(chat.runner.engine.describe(), file=sys.stderr)
+    tell(chat.runner.engine.describe())
     if not chat.runner.engine.checked:
         from qwen_onnx.checks.engines import verify_engine  # here, because it imports what makes exports
 
-        print(verify_engine(chat), file=sys.stderr)
+        tell(verify_engine(chat))
 
 
-def _export_folder(model: str, options: RunOptions, session: SessionOptions) -> Path:
-    """The export itself, or the one made of a model, once, in the user's cache."""
-    given = as_path(model)
-    if model and not (given / MANIFEST_FILE).exists():
-        for note in recover(given):  # a killed `export --force` may have left it displaced
-            print(f"note: {note}", file=sys.stderr)
-    if model and (given / MANIFEST_FILE).exists():
-        if options.revision is not None:
-            raise UserError(f"{given}: an export; --revision {options.revision} is for models on the Hub")
-        return given
+class DownloadQuestion:
+    """Says what a download takes, before it begins, and asks where somebody can answer."""
 
-    source = resolve_model(model or DEFAULT_MODEL, revision=options.revision)
-    provider, cache = _expected_provider(session.provider), cache_folder(options.cache_dir)
-    dtype = options.dtype or _default_dtype(source, provider)
-    in_panels = f"f32-panels{_MEASURED_PANELS}"
-    kinds = (in_panels, dtype) if (dtype, provider) == ("f32", "cpu") else (dtype,)
-    for kind in kinds:
-        path = cached_export_path(cache, source, kind)
-        if (path / MANIFEST_FILE).exists() and suits_processor(path, read_manifest(path)):
-            return path
+    def __init__(self, *, dtypes: tuple[str, ...], yes: bool) -> None:
+        """`dtypes` are those that an export of it may have, the likely one first; none where none is made."""
+        self._dtypes, self._yes = dtypes, yes
 
-    from qwen_onnx.exports.panels import possible_panels  # here, because it imports what makes graphs
-
-    path, weights_order = cached_export_path(cache, source, dtype), "checkpoint"
-    if in_panels in kinds and possible_panels(open_checkpoint(source.folder).config) == _MEASURED_PANELS:
-        found = cached_export_path(cache, source, in_panels)
-        if not (found / MANIFEST_FILE).exists():  # or it is damaged: a plain one does as well
-            path, weights_order = found, "panels"
-    print(f"exporting {source.model_id} as {dtype}, once, to {path}", file=sys.stderr)
-    _export_once(source, path, dtype, weights_order)
-    return path
+    def __call__(self, download: Download) -> None:
+        """Raises UserError where the answer is no."""
+        size = "its weights" if download.nbytes is None else gigabytes(download.nbytes)
+        tell(f"{download.model_id}: {size} to download, to {download.folder}")
+        for dtype in self._dtypes:
+            takes = export_size(download.config, dtype)
+            tokens = min(CONTEXT, download.config.context_length)
+            tell(
+                f"  exported as {dtype:<5} {gigabytes(takes.disk):>7} more on disk; runs in "
+                f"{gigabytes(takes.memory)} of memory with {tokens:,} tokens"
+            )
+        if not self._yes and not confirmed("download it? [Y/n] "):
+            raise UserError(f"{download.model_id}: not downloaded, as you said")
 
 
-def _export_once(source: ModelSource, path: Path, dtype: str, weights_order: str) -> None:
-    """Make the export, or wait for the process that is making it."""
-    from qwen_onnx.cli.progress import export_with_progress
-    from qwen_onnx.exports.options import ExportOptions
+def _export(source: ModelSource, path: Path, options: ExportOptions) -> None:
+    from qwen_onnx.cli.progress import export_with_progress  # here, because it imports what makes graphs
 
-    waiting = False
-    while True:
-        try:
-            # For its whole context: --max-context is the runner's here.
-            export_with_progress(source, path, ExportOptions(dtype=dtype, weights_order=weights_order))
-            return
-        except UserError as error:
-            if (path / MANIFEST_FILE).exists():  # published meanwhile
-                return
-            if not isinstance(error, ExportInProgressError):
-                raise
-        if not waiting:
-            print("another process is exporting it: waiting", file=sys.stderr)
-        waiting = True
-        time.sleep(_LOOK_AGAIN)
-
-
-def _expected_provider(asked: str) -> str:
-    """What `auto` will come to."""
-    if asked != "auto":
-        return asked
-    return "cpu" if missing_library("cuda") else "cuda"
-
-
-def _default_dtype(source: ModelSource, provider: str) -> str:
-    if provider != "cuda":
-        return "f32"
-    embedding = open_checkpoint(source.folder).tensors.get("model.embed_tokens.weight")
-    return next((dtype for dtype, held in DTYPES.items() if embedding and embedding.dtype == held), "f32")
+    export_with_progress(source, path, options)

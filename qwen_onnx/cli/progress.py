@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from qwen_onnx.checkpoints.hub import ModelSource
+from qwen_onnx.cli.terminal.bar import progress_bar
+from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.exports.exporter import ExportSummary, export_model
 from qwen_onnx.exports.options import ExportOptions
 
@@ -20,22 +20,14 @@ def export_with_progress(model: str | ModelSource, out: Path | None, options: Ex
     Raises:
         UserError: as `export_model`.
     """
-    console = Console(stderr=True)
-    columns = (TextColumn("writing weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("weights", total=None)
-        summary = export_model(
-            model,
-            out,
-            options,
-            progress=lambda written, total: bar.update(task, completed=written, total=total),
-        )
+    with progress_bar("writing weights", DownloadColumn(), TimeRemainingColumn()) as show:
+        summary = export_model(model, out, options, progress=lambda written, total: show(written, total, ""))
     for note in summary.notes:
-        print(f"note: {note}", file=sys.stderr)
+        tell(f"note: {note}")
     return summary
 
 
-def summary_table(summary: ExportSummary) -> str:
+def summary_table(summary: ExportSummary) -> list[str]:
     """Files, sizes, dtype, entries, seconds and peak memory."""
     manifest = summary.manifest
     graphs = {graph.file: graph for graph in manifest.graphs}
@@ -51,4 +43,4 @@ def summary_table(summary: ExportSummary) -> str:
     lines.append(
         f"made in {summary.seconds:.1f} s{memory}; try: qwen-onnx run {shlex.quote(str(summary.folder))}"
     )
-    return "\n".join(lines)
+    return lines

@@ -13,32 +13,36 @@ from qwen_onnx.cli.chat.line_reader import LineReader, as_typed, can_edit, read_
 from qwen_onnx.cli.chat.repl import Repl
 from qwen_onnx.cli.completion import bounded, complete, verify_for_template
 from qwen_onnx.cli.open_model import open_chat
-from qwen_onnx.cli.printer import Printer, has_colors, print_stats, print_verbose
+from qwen_onnx.cli.printer import Printer, print_stats, print_verbose
 from qwen_onnx.cli.run_options import RunOptions
+from qwen_onnx.cli.terminal.output import answer, has_colors, tell
 from qwen_onnx.errors import UserError
+from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.options import Given, made
 from qwen_onnx.runners.chat import Chat, Message
 from qwen_onnx.runners.generate import verify_request
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
+from qwen_onnx.runners.sampling.grammar import verify_regex
 from qwen_onnx.runners.sampling.params import DRAWING, GREEDY
 from qwen_onnx.runners.sampling.request import Request
 
 _NO_TEMPLATE = "no chat template; use --raw to complete text"
 
 
-def run_model(model: str, *, run: Given, asked: Given, session: Given) -> int:
+def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session: Given) -> int:
     """Answer one prompt (from -p, --prompt-ids or a pipe), or a file of them, or chat; the exit code.
 
     Args:
-        run, asked, session: what was given of RunOptions, Request and SessionOptions.
+        run, of_model, asked, session: what was given of RunOptions, ModelOptions, Request and SessionOptions.
 
     Raises:
         UserError: anything wrong with the options, the model or the prompt.
     """
     options, of_session = made(RunOptions, run), made(SessionOptions, session)
+    model_options = made(ModelOptions, of_model)
     asked = _greedy(asked) if options.greedy else dict(asked)
-    made(Request, asked)
+    verify_regex(made(Request, asked).constraint)
     batch = None if options.batch is None else BatchOptions.of(options.batch, options.batch_size, options.out)
     if batch is not None:
         verify_batch_files(batch)
@@ -53,7 +57,7 @@ def run_model(model: str, *, run: Given, asked: Given, session: Given) -> int:
         if name in asked and not options.uses_template:
             raise UserError(f"{flag} belongs to the chat template; --raw and --prompt-ids use none")
     prompt = None if batch is not None or chatting else _prompt(options)
-    chat = open_chat(model, options, of_session)
+    chat = open_chat(model, model_options, of_session)
     if options.uses_template and (chat.tokenizer is None or chat.prompts.template_of(asked) is None):
         missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
         raise UserError(f"{chat.runner.folder}: has {missing}")
@@ -84,12 +88,12 @@ def _complete(
         on_token=lambda token, said: None if options.json else printer.print_token(token, said),
     )
     if options.json:
-        print(json.dumps(result.as_json(chat)), flush=True)
+        answer(json.dumps(result.as_json(chat)))
     else:
         printer.end()
         known = "max_new_tokens" in asked and chat.request(asked).constraint is None
         if result.finish_reason == "context" or (result.finish_reason == "length" and not known):
-            print(f"({result.finish_reason})", file=sys.stderr)
+            tell(f"({result.finish_reason})")
     if options.stats:
         print_stats(chat, result)
     return 130 if result.finish_reason == "interrupted" else 0

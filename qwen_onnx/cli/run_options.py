@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from qwen_onnx.contract import DTYPE_SPELLINGS, EXPORT_DTYPES
 from qwen_onnx.errors import UserError
-from qwen_onnx.option_kinds import Count, FilePath, Name, Switch, Text
+from qwen_onnx.option_kinds import Count, FilePath, Switch, Text
 from qwen_onnx.options import Options, declare
 
 _RUN, _CHAT, _OUTPUT = "Options", "Chat", "Output"
@@ -30,28 +29,22 @@ class RunOptions(Options):
     out: Path | None = declare(
         None, FilePath(), "Results of --batch; continued where it ends.", _RUN, metavar="FILE"
     )
-    dtype: str | None = declare(
-        None,
-        Name(EXPORT_DTYPES, spellings=DTYPE_SPELLINGS),
-        "Of the export it makes; on a CPU default f32.",
-        _RUN,
-    )
-    revision: str | None = declare(None, Text(), "Branch, tag or commit of a Hub id.", _RUN)
-    cache_dir: Path | None = declare(None, FilePath(), "Folder for exports that `run` makes.", _RUN)
 
     system: str | None = declare(None, Text(), "System message.", _CHAT)
     raw: bool = declare(False, Switch(), "Complete text; no template.", _CHAT, flag="--raw")
-    context_full: str = declare("shift", Text(("shift", "stop")), "shift (drop turns) or stop.", _CHAT)
+    context_full: str = declare("shift", Text(("shift", "stop")), "Default shift: drop turns; stop.", _CHAT)
     greedy: bool = declare(
         False, Switch(), "Best token; no generation_config.json.", "Sampling", flag="--greedy"
     )
     show_thinking: bool = declare(
-        True, Switch(), "Reasoning on stderr, dimmed.", _OUTPUT, flag="--show-thinking/--hide-thinking"
+        True, Switch(), "Reasoning on stderr; default on.", _OUTPUT, flag="--show-thinking/--hide-thinking"
     )
     stats: bool = declare(False, Switch(), "TTFT, tokens/s and memory.", _OUTPUT, flag="--stats")
     verbose: bool = declare(False, Switch(), "Provider, cache and sampling.", _OUTPUT, flag="--verbose -v")
     json: bool = declare(False, Switch(), "One JSON object, no text.", _OUTPUT, flag="--json")
-    color: bool = declare(True, Switch(), "Colors on a terminal.", _OUTPUT, flag="--color/--no-color")
+    color: bool = declare(
+        True, Switch(), "Colors on a terminal; default on.", _OUTPUT, flag="--color/--no-color"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,16 +6,19 @@ import json
 import sys
 from pathlib import Path
 
-from qwen_onnx.cli.open_model import verify_engine_of
+from qwen_onnx.cli.open_model import open_chat
+from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.errors import UserError
+from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
 from qwen_onnx.runners.score import Score
 
 
-def score_file(folder: Path, file: str, options: SessionOptions, *, tokens: bool, as_json: bool) -> str:
+def score_file(
+    model: str, asked: ModelOptions, file: str, options: SessionOptions, *, tokens: bool, as_json: bool
+) -> list[str]:
     """What `score` prints of a UTF-8 text; where it is longer than the context, a note on stderr.
 
     Args:
@@ -27,21 +30,17 @@ def score_file(folder: Path, file: str, options: SessionOptions, *, tokens: bool
     """
     verify_provider(options.provider)
     text = _read(file)
-    chat = Chat(Runner(folder, options, for_scores=True))
-    if options.provider == "auto":
-        print(f"provider: {chat.runner.provider}", file=sys.stderr)
-    verify_engine_of(chat)
+    chat = open_chat(model, asked, options, for_scores=True)
     score = chat.score(text)
     if score.windows > 1:
         context = chat.runner.context_length
-        print(
-            f"note: longer than the context: {score.windows} windows of {context} tokens, each moved on by half",
-            file=sys.stderr,
+        tell(
+            f"note: longer than the context: {score.windows} windows of {context} tokens, each moved on by half"
         )
     if as_json:
-        return json.dumps(_as_json(chat, score))
+        return [json.dumps(_as_json(chat, score))]
     table = [_line(chat, *token) for token in zip(score.token_ids, score.logprobs, strict=True)]
-    return "\n".join([*(table if tokens else []), _summary(score)])
+    return [*(table if tokens else []), *_summary(score)]
 
 
 def _read(file: str) -> str:
@@ -63,12 +62,12 @@ def _read(file: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _summary(score: Score) -> str:
-    return (
-        f"log-probability  {score.logprob:.4f}\n"
-        f"perplexity       {score.perplexity:.4f}\n"
-        f"tokens           {len(score.token_ids)}, all but the first scored"
-    )
+def _summary(score: Score) -> list[str]:
+    return [
+        f"log-probability  {score.logprob:.4f}",
+        f"perplexity       {score.perplexity:.4f}",
+        f"tokens           {len(score.token_ids)}, all but the first scored",
+    ]
 
 
 def _line(chat: Chat, token_id: int, logprob: float | None) -> str:

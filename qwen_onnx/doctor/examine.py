@@ -32,6 +32,8 @@ _MODULES = {
 _SECONDS = 60.0  # TensorRT takes several for its first engine; a hung driver takes forever
 _SECONDS_TO_DIE = 5.0
 _SILENCE = "no answer"
+NOT_FOUND = "cannot open shared object file: No such file or directory"
+"""A loader's words for what is not there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +208,7 @@ def _verdict(trials: tuple[Trial, ...], gpus: tuple[Gpu, ...]) -> str:
 
 def plain(fault: str) -> str:
     """A loader's words in fewer of them."""
-    return fault.replace(": cannot open shared object file: No such file or directory", " is missing")
+    return fault.replace(f": {NOT_FOUND}", " is missing")
 
 
 def _version(distribution: str) -> str | None:

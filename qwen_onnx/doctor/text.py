@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from qwen_onnx.doctor.examine import Package, Report, Runtime
+from qwen_onnx.doctor.examine import NOT_FOUND, Package, Report, Runtime
+from qwen_onnx.errors import printable
 from qwen_onnx.runners.runtime.nvidia.driver import Driver
 from qwen_onnx.runners.runtime.nvidia.libraries import Library
 
 _WIDTH = 12
+# By name, as pyproject.toml's extra `cuda` has them: nobody here owns the name qwen-onnx on an index.
 _CUDA_PACKAGES = {
-    "13": "'qwen-onnx[cuda]'",
+    "13": "nvidia-cublas nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-curand",
     "12": "nvidia-cublas-cu12 nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12 nvidia-cudnn-cu12 "
     "nvidia-cufft-cu12 nvidia-curand-cu12",
 }
@@ -39,7 +41,7 @@ def describe(report: Report) -> str:
         "",
         f"verdict: {report.verdict}",
     ]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _line(label: str, text: str) -> str:
@@ -94,7 +96,7 @@ def _libraries(report: Report) -> list[str]:
     lines += [f"  {_library(library)}" for library in report.libraries]
     missing = any(library.fault for library in report.libraries)
     if packages := _CUDA_PACKAGES.get((report.runtime.cuda_version or "13").partition(".")[0]):
-        lines += [f"  what is missing comes with: pip install {packages}"] if missing else []
+        lines += [f"  for a GPU, what is missing comes with: pip install {packages}"] if missing else []
     if not report.libraries:
         lines.append(f"  {report.libraries_fault or 'none: this onnxruntime is built without CUDA'}")
     lines.append("library of the TensorRT provider")
@@ -107,7 +109,8 @@ def _library(library: Library) -> str:
     if library.fault is None:
         return f"{library.name:<18} {library.version or 'version unknown'}, {library.path or 'path unknown'}"
     use = "" if library.needed else " (only few operators need it)"
-    return f"{library.name:<18} missing{use}: {library.fault.removeprefix(f'{library.name}: ')}"
+    why = library.fault.removeprefix(f"{library.name}: ")
+    return f"{library.name:<18} missing{use}" + ("" if why == NOT_FOUND else f": {why}")
 
 
 def _major(version: str) -> int:

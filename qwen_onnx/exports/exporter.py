@@ -24,9 +24,9 @@ from qwen_onnx.contract.manifest import (
     write_manifest,
 )  # fmt: skip
 from qwen_onnx.errors import UserError
-from qwen_onnx.exports.layouts.known import choose_layout
+from qwen_onnx.exports.layouts.known import chosen_layout, output_folder
 from qwen_onnx.exports.layouts.layout import Layout
-from qwen_onnx.exports.options import ExportOptions
+from qwen_onnx.exports.options import ExportOptions, export_positions
 from qwen_onnx.exports.panels import verified_panels
 from qwen_onnx.exports.plan import ExportKind
 from qwen_onnx.exports.publish.staging import recover, refuse_output, staged_folder
@@ -65,7 +65,7 @@ def export_model(
     *,
     progress: Progress = lambda written, total: None,
 ) -> ExportSummary:
-    """Export a model to the folder `out`; None is `_default_name`.
+    """Export a model to the folder `out`; None is `output_folder`'s.
 
     Args:
         model: a Hub id, a local checkpoint folder or `tiny`; or one that is resolved to a folder already.
@@ -74,20 +74,15 @@ def export_model(
         UserError: anything wrong with the model or the output; `out` is then as it was.
     """
     started = time.perf_counter()
-    layout, target = choose_layout(options.layout, options.target, options.dtype)
-    if options.split and target != "portable":
-        raise UserError("--split is for --target portable: others have a decode graph already")
+    layout, target = chosen_layout(options)
     source = resolve_model(model, revision=options.revision) if isinstance(model, str) else model
-    out = out or Path(_default_name(source.name, options, target))
-    if layout.is_repository:  # of several models, of which this is one
-        layout.verify_name(source.name)
-        out = out / source.name
+    out = output_folder(out, source.name, options)
     recovered = recover(out)
     refuse_output(out, force=options.force, keep=source.folder)
     try:
         checkpoint = open_checkpoint(source.folder)
         kind = _kind(checkpoint.config, options, layout, target)
-        positions = _positions(checkpoint.config, options.max_context)
+        positions = export_positions(checkpoint.config, options.max_context)
         text = _read_text_side(source.folder, checkpoint.config)
         said = generation_notes(source.folder)
         golden = _read_golden(source.folder / _GOLDEN_FILE)
@@ -143,17 +138,8 @@ class _TextSide(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _default_name(model: str, options: ExportOptions, target: str) -> str:
-    """NAME-DTYPE, and behind it what else was asked for."""
-    kind = options.layout if options.layout != "plain" else "portable" if target == "portable" else ""
-    kind = kind or ("panels" if options.in_panels else "")
-    return f"{model}-{options.dtype}" + (f"-{kind}" if kind else "")
-
-
 def _kind(config: QwenConfig, options: ExportOptions, layout: Layout, target: str) -> ExportKind:
     """What decides the graphs."""
-    if options.in_panels and target == "portable":
-        raise UserError("--weights-order panels is for one kind of processor, not for --target portable")
     return ExportKind(
         options.dtype,
         layout,
@@ -163,16 +149,6 @@ def _kind(config: QwenConfig, options: ExportOptions, layout: Layout, target: st
         panel_rows=verified_panels(config) if options.in_panels else None,
         packed=not options.link,
     )
-
-
-def _positions(config: QwenConfig, max_context: int | None) -> int:
-    if max_context is None:
-        return config.context_length
-    if max_context > config.context_length:
-        raise UserError(
-            f"--max-context {max_context}: 1 to {config.context_length} wanted, the model's positions"
-        )
-    return max_context
 
 
 def _read_text_side(folder: Path, config: QwenConfig) -> _TextSide:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from qwen_onnx.contract import DTYPE_SPELLINGS, EXPORT_DTYPES, LAYOUTS, QUANTIZED, TARGETS, WEIGHTS_ORDERS
 from qwen_onnx.contract.quant import BITS, BLOCK_SIZES, QuantConfig, QuantPlan
 from qwen_onnx.errors import UserError
 from qwen_onnx.option_kinds import Count, Name, OneOf, Switch, Text
 from qwen_onnx.options import Options, declare
+
+if TYPE_CHECKING:
+    from qwen_onnx.checkpoints.config import QwenConfig
 
 # By measurement (bench/README.md).
 DEFAULT_BLOCK_SIZES = {"int8": 128, "int4": 64}
@@ -26,13 +30,13 @@ class ExportOptions(Options):
     dtype: str = declare(
         "f32",
         Name(EXPORT_DTYPES, spellings=DTYPE_SPELLINGS),
-        f"Of weights: {', '.join(EXPORT_DTYPES)}.",
+        "Of weights: f32 (default), f16, bf16, int8, int4.",
         _EXPORT,
     )
     revision: str | None = declare(None, Text(), "Branch, tag or commit of a Hub id.", _EXPORT)
     max_context: int | None = declare(None, Count(1), "Positions; default the model's own.", _EXPORT)
     weights_order: str = declare(
-        "checkpoint", Text(WEIGHTS_ORDERS), "checkpoint, or panels: as this CPU reads f32.", _EXPORT,
+        "checkpoint", Text(WEIGHTS_ORDERS), "checkpoint (default), or panels: as this CPU reads f32.", _EXPORT,
         about="checkpoint, or panels: f32 matrices in the order that this processor's kernels read.",
     )  # fmt: skip
     link: bool = declare(
@@ -53,12 +57,12 @@ class ExportOptions(Options):
         None, OneOf(BLOCK_SIZES), "Their block size; default as the layers.", _QUANT
     )
     target: str | None = declare(
-        None, Text(TARGETS), "onnxruntime; or portable: one graph, any runtime.", _OTHERS
+        None, Text(TARGETS), "onnxruntime (default); or portable: one graph, any runtime.", _OTHERS
     )
     layout: str = declare(
         "plain",
         Text(LAYOUTS, hidden=("cpu",)),
-        f"Files as this reader wants them: {', '.join(LAYOUTS)}.",
+        f"Files as this reader wants them: {', '.join(LAYOUTS).replace('plain', 'plain (default)')}.",
         _OTHERS,
     )
     split: bool = declare(
@@ -96,3 +100,18 @@ class ExportOptions(Options):
         layers = QuantConfig(QUANTIZED[self.dtype], size)
         head = QuantConfig(self.head_bits or layers.bits, self.head_block_size or layers.block_size)
         return QuantPlan(layers, head)
+
+
+def export_positions(config: QwenConfig, max_context: int | None) -> int:
+    """Of an export of this model.
+
+    Raises:
+        UserError: more are asked for than the model has.
+    """
+    if max_context is None:
+        return config.context_length
+    if max_context > config.context_length:
+        raise UserError(
+            f"--max-context {max_context}: 1 to {config.context_length} wanted, the model's positions"
+        )
+    return max_context

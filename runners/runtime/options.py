@@ -55,7 +55,7 @@ class SessionOptions(Options):
         (), Texts(), "Leave it out; may be repeated.", _PERFORMANCE, flag="--disable-optimizer", metavar="NAME",
         about="ONNX Runtime's rewritings to leave out, as SkipLayerNormFusion.",
     )  # fmt: skip
-    cuda_graph: bool = declare(True, Switch(), "Replay decode as a CUDA graph.", _CUDA)
+    cuda_graph: bool = declare(True, Switch(), "CUDA graph decode; default on.", _CUDA)
     greedy_on_device: bool = declare(
         False, Switch(), "Choose greedy tokens there.", _CUDA, flag="--greedy-on-device",
         about="Choose greedy tokens in the graph: each is the input of the next step, with no copy to the host.",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Scores = NDArray[np.float32]
+Returned = TypeVar("Returned")
 
 _STACK_SIZE = threading.Lock()
 """Held while the size of new threads' stacks, which is the whole process's, is another."""
@@ -127,14 +129,7 @@ class Grammars:
                 )
         except ValueError as error:
             raise UserError(f"{constraint.kind} cannot be used: {error}") from None
-        with ThreadPoolExecutor(1) as pool:  # the compiler calls itself, deeper than some threads' stacks
-            with _STACK_SIZE:
-                usual = threading.stack_size(STACK)
-                try:
-                    made = pool.submit(LLMatcher, self._tokenizer, text, log_level=0)
-                finally:
-                    threading.stack_size(usual)
-            start = made.result()
+        start = _on_deep_stack(lambda: LLMatcher(self._tokenizer, text, log_level=0))
         start.compute_bitmask()  # which finds out when no text fits
         _verify(start, self._vocabulary, f"{constraint.kind} cannot be used")
         return Grammar(start, self._vocabulary, constraint)
@@ -167,6 +162,29 @@ class _Tokens:
             self.interrupted = True
         # The tokenizer normalizes this text, or takes some of it for a special token: byte by byte.
         return [self._ids[bytes([byte])] for byte in content if bytes([byte]) in self._ids]
+
+
+def verify_regex(constraint: Constraint | None) -> None:
+    """Raises UserError for a regular expression that is none, before there is a tokenizer to compile it for."""
+    if constraint is None or constraint.kind != "regex":
+        return
+    from llguidance import LLMatcher
+
+    grammar = LLMatcher.grammar_from_regex(constraint.text)
+    if fault := _on_deep_stack(lambda: LLMatcher.validate_grammar(grammar)):
+        raise UserError(f"regex cannot be used: {_reason(fault)}")
+
+
+def _on_deep_stack(compile: Callable[[], Returned]) -> Returned:
+    """What the compiler makes, which calls itself, deeper than some threads' stacks."""
+    with ThreadPoolExecutor(1) as pool:
+        with _STACK_SIZE:
+            usual = threading.stack_size(STACK)
+            try:
+                made = pool.submit(compile)
+            finally:
+                threading.stack_size(usual)
+        return made.result()
 
 
 def _verify(matcher: LLMatcher, vocabulary: _Tokens, failed: str) -> None:

@@ -155,7 +155,7 @@ class Request(SamplingParams):
         about="What messages, tools and their results spell as control tokens, as <|im_end|>, stays text.",
     )  # fmt: skip
     reuse_cache: bool = declare(
-        True, Switch(), "Compute only what is new.", _CHAT, flag="--cache-reuse/--no-cache-reuse",
+        True, Switch(), "Default: only what is new.", _CHAT, flag="--cache-reuse/--no-cache-reuse",
         about="Compute only what of the prompt is not in the cache yet.",
     )  # fmt: skip
 

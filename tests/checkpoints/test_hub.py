@@ -191,9 +191,10 @@ def test_each_refusal_is_one_line_that_says_what_to_do(hub: Hub, user: User) -> 
         "org/portal": HTTPStatus.OK,
     }
     url = hub.url
+    nowhere = f"no folder of this name here, and no such public model on {url}; check the name, or run"
     said = {
-        "org/none": f"no such public model on {url}; check the name, or run `hf auth login` if it is private",
-        "none": f"no such public model on {url}; check the name, or run `hf auth login` if it is private",
+        "org/none": f"{nowhere} `hf auth login` if it is private",
+        "none": f"{nowhere} `hf auth login` if it is private",
         "org/small@v9": f"no revision 'v9'; its branches and tags are at {url}/org/small/tree/main",
         "org/small@../x": f"no revision '../x'; its branches and tags are at {url}/org/small/tree/main",
         "org/gated": f"gated; accept its terms at {url}/org/gated, then run `hf auth login`",
@@ -234,7 +235,7 @@ def test_l8_quantized_weights_are_seen_by_their_names_before_they_are_fetched(hu
 
 def test_unknown_name_with_a_token_is_the_same_line(hub: Hub, user: User) -> None:
     _, [line] = user.resolve(hub, "org/none", env={"HF_TOKEN": "hf_x"})
-    assert "org/none: no such public model" in line
+    assert "org/none: no folder of this name here, and no such public model" in line
 
 
 def test_an_expired_token_is_not_called_a_missing_model(hub: Hub, user: User) -> None:
@@ -262,7 +263,7 @@ def test_offline_and_server_down_with_and_without_a_cache(hub: Hub, user: User) 
         pass
     sources, [line] = user.resolve(closed, "org/small", "org/other")
     assert sources == [source]
-    assert f"org/other: lost or no connection to {closed.url} (" in line
+    assert f"org/other: no folder of this name here; lost or no connection to {closed.url} (" in line
 
 
 def test_a_full_disk_names_the_cache(hub: Hub, user: User) -> None:

@@ -71,7 +71,7 @@ def test_lengths_that_cannot_be_are_refused_in_one_line() -> None:
         ran = command("bench", export, *SHORT, *arguments)
         assert words in ran.error if words else ran.code == 0
     assert "--no-prepack" in command("bench", tiny("int8"), *SHORT, "--no-prepack").error
-    assert "no such export" in command("bench", export / "nothing").error
+    assert "no such folder" in command("bench", export / "nothing").error
 
 
 def test_repacked_weights_give_the_same_logits() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import onnx
 import pytest
 
+from qwen_onnx.checks.info import describe
 from qwen_onnx.contract.manifest import read_manifest
 from support.chats import copy_export, endless, endless_checkpoint
 from support.command import command
 from support.damage import WEIGHTS
+from support.refusals import refused
 
 
 def info(folder: Path, *arguments: str) -> list[str]:
@@ -144,4 +146,4 @@ def test_a_damaged_graph_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_no_export() -> None:
-    assert "make one with `qwen-onnx export`" in command("info", endless_checkpoint()).error
+    refused(describe, endless_checkpoint(), mentions=("make one with `qwen-onnx export`",))

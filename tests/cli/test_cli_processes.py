@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from qwen_onnx.cli import open_model, progress
+from qwen_onnx.cli import progress
 from qwen_onnx.errors import ExportInProgressError
+from qwen_onnx.exports.cached import find
 from qwen_onnx.exports.options import ExportOptions
 from support.chats import endless, tiny
 from support.command import child, command
@@ -73,7 +74,7 @@ def test_a_first_run_waits_for_the_export_that_another_makes(
         return real(source, path, options)
 
     monkeypatch.setattr(progress, "export_with_progress", busy_twice)
-    monkeypatch.setattr(open_model, "_LOOK_AGAIN", 0)
+    monkeypatch.setattr(find, "_LOOK_AGAIN", 0)
     ran = command("run", "tiny", "-p", "What is 3 plus 4?", "--provider", "cpu", "--cache-dir", tmp_path)
     assert (ran.code, ran.out, len(tried)) == (0, "3 plus 4 is 7.\n", 3)
     assert ran.err.count("another process is exporting it: waiting") == 1

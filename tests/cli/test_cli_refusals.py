@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from qwen_onnx.cli.export_cache import list_exports
+from qwen_onnx.exports.cached.folder import list_exports
 from qwen_onnx.runners.runtime import providers
 from support.chats import copy_export, endless, write_chat_checkpoint
 from support.command import command
@@ -66,8 +66,10 @@ def test_numbers_out_of_range_are_refused_with_the_range(option: str, line: str)
 def test_what_is_no_option_and_what_is_no_number_are_usage_errors(option: str) -> None:
     ran = command("run", endless(), "-p", "Hi", option)
     assert (ran.code, ran.out) == (2, "")
-    assert "Usage" in ran.err
-    assert "Traceback" not in ran.err
+    [line] = ran.err.splitlines()
+    assert line.startswith("error: ")
+    assert option.partition("=")[0] in line
+    assert line.endswith("; see qwen-onnx run --help")
 
 
 @pytest.mark.parametrize(("context", "fits"), [(34, False), (35, False), (36, True)])
@@ -96,7 +98,7 @@ def test_a_path_that_is_not_there(arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["info", "check"])
 def test_a_folder_that_is_no_export(name: str, tmp_path: Path) -> None:
-    assert "/nope: no such export folder" in command(name, "/nope").error
+    assert "/nope: no such folder" in command(name, "/nope").error
     assert "export.json is missing" in command(name, tmp_path).error
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from qwen_onnx.checkpoints.hub import ModelSource
-from qwen_onnx.cli.export_cache import cache_folder, cached_export_path, list_exports, remove_exports
 from qwen_onnx.errors import UserError
+from qwen_onnx.exports.cached.folder import cache_folder, cached_export_path, list_exports, remove_exports
 from qwen_onnx.exports.publish.staging import staged_folder
 
 COMMIT = "7ae557604adf67be50417f59c2c2f167def9a775"
@@ -121,7 +121,8 @@ def test_listing_tells_what_there_is(cache: Path, local: ModelSource) -> None:
     assert (hub.model_id, hub.dtype, hub.size) == ("Qwen/Qwen2.5-0.5B", "bf16", 1010)
     assert (mine.model_id, mine.dtype, mine.size) == ("my--model_ü", "f32", 1010)
     assert begun < hub.modified < datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=2)
-    assert hub.path == cache / hub.name
+    assert (hub.name, mine.name) == ("Qwen2.5-0.5B-bf16", "my--model_ü-f32")
+    assert hub.path.parent == mine.path.parent == cache
 
 
 def test_listing_skips_what_is_no_export_of_ours(cache: Path, tmp_path: Path) -> None:
@@ -132,11 +133,11 @@ def test_listing_skips_what_is_no_export_of_ours(cache: Path, tmp_path: Path) ->
     (cache / path.name.replace("f32", "int4")).write_text("a file")
     for name in ("photos", "a--b--c--d--e", f".{path.name}.new-1-00000000"):
         shutil.copytree(path, cache / name)
-    assert [export.name for export in list_exports(cache)] == [path.name]
+    assert [export.path for export in list_exports(cache)] == [path]
 
     kept = {entry.name for entry in cache.iterdir()} - {path.name, f".{path.name}.new-1-00000000"}
     (cache / f".{path.name}.new-1-00000000").rename(cache / f".{path.name}.new-4194305-00000000")
-    assert [export.name for export in remove_exports(cache, [], everything=True)] == [path.name]
+    assert [export.path for export in remove_exports(cache, [], everything=True)] == [path]
     assert {entry.name for entry in cache.iterdir()} == kept
     assert (outside / "export.json").exists()
 

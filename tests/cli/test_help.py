@@ -11,6 +11,7 @@ import pytest
 
 import qwen_onnx
 from qwen_onnx.cli.run_options import RunOptions
+from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.options import Options, declared
 from qwen_onnx.runners.runtime.options import SessionOptions
@@ -49,7 +50,8 @@ def test_help_of_other_commands_fits_two_screens(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "kinds"), [("run", (RunOptions, Request, SessionOptions)), ("export", (ExportOptions,))]
+    ("command", "kinds"),
+    [("run", (RunOptions, ModelOptions, Request, SessionOptions)), ("export", (ExportOptions,))],
 )
 def test_each_declared_option_with_a_panel_is_a_flag(command: str, kinds: tuple[type[Options], ...]) -> None:
     text = "\n".join(lines_of(command))

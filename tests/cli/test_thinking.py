@@ -14,7 +14,8 @@ import pytest
 
 from qwen_onnx import export, load
 from qwen_onnx.cli.completion import complete
-from qwen_onnx.cli.printer import Printer, harmless
+from qwen_onnx.cli.printer import Printer
+from qwen_onnx.cli.terminal.output import harmless
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.output import FinishReason, Token
 from qwen_onnx.runners.text.reasoning import Said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,12 @@ class Machine:
             gpus = [dataclasses.asdict(gpu) for gpu in self.gpus]
             return Answers({"driver": dataclasses.asdict(self.driver), "gpus": gpus}, None)
         return Answers({"fault": self.onnxruntime or self.faults.get(arguments[0])}, None)
+
+
+def cuda_packages() -> list[str]:
+    """What pyproject.toml's extra `cuda` brings, by name."""
+    wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    return [re.split("[>=]", each)[0] for each in wanted["project"]["optional-dependencies"]["cuda"]]
 
 
 def lines(report: Report) -> list[str]:
@@ -128,16 +136,29 @@ def test_libraries_are_told_with_what_brings_the_missing(monkeypatch: pytest.Mon
     told = lines(examine(ask=Machine()))
     assert "libcublas.so.13 13.10.0, /usr/lib/libcublas.so.13" in told
     assert "libcudnn.so.9 missing (only few operators need it): cannot open it" in told
-    assert "what is missing comes with: pip install 'qwen-onnx[cuda]'" in told
+    assert f"for a GPU, what is missing comes with: pip install {' '.join(cuda_packages())}" in told
     assert "GPU NVIDIA H200, compute capability 9.0, 150.0 GiB" in told
     assert "CUDA_VISIBLE_DEVICES=0 hides any other" in told
     assert "driver NVIDIA 580.65, for CUDA 13.1 and older" in told
     assert not [line for line in lines(examine(ask=Machine(libraries=(CUBLAS,)))) if "comes with" in line]
     (older,) = [line for line in lines(examine(ask=Machine(cuda="12.8"))) if "comes with" in line]
     assert "nvidia-cublas-cu12" in older
-    assert "qwen-onnx[cuda]" not in older  # brings CUDA 13
+    assert not {*older.split()} & {*cuda_packages()}  # of CUDA 13
     without = lines(examine(ask=Machine(cuda="", libraries=())))
     assert "none: this onnxruntime is built without CUDA" in without
+
+
+def test_m4_nothing_advises_our_own_name_on_an_index() -> None:
+    """Nobody here owns it there: whoever does would be installed. What works is a path, or other packages by name."""
+    root = Path(__file__).parents[2]
+    folders = ("qwen_onnx", "runners", "graphs", "docs", "bench")
+    pages = [
+        path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".md")
+    ]
+    for path in (*pages, root / "README.md", root / "Makefile"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            advised = re.search(r"\b(pip|uv|pipx|uvx) [^`;]*\bqwen[-_]onnx(?![-_./\w])", line)
+            assert not advised, f"{path}: {line}"
 
 
 def test_a_driver_older_than_the_build_is_told() -> None:

@@ -28,7 +28,7 @@ LAYERS = {
     "exports": {"graphs", "runners", "checkpoints"},
     "checks": {"exports", "graphs", "runners", "checkpoints", "reference"},
     "cli": {"checks", "exports", "runners", "checkpoints", "doctor"},
-    "api": {"checks", "exports", "runners"},
+    "api": {"checks", "exports", "runners", "checkpoints"},
     "__main__": {"cli"},
     "tiny": set(),
 }

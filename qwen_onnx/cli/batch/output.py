@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from qwen_onnx.cli.batch.input import Line
+from qwen_onnx.cli.terminal.output import answer
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.publish.output_folder import disk_errors_in_words
 
@@ -65,7 +66,7 @@ class Results:
         """
         text = json.dumps({"line": line.number, "key": key, **result})
         if self._file is None or self._out is None:
-            print(text, flush=True)
+            answer(text)
         else:
             content = text.encode() + b"\n"
             with disk_errors_in_words(self._out):

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from qwen_onnx.cli.batch.input import Line, parse_line, parse_object, read_lines
 from qwen_onnx.cli.batch.output import Results
 from qwen_onnx.cli.completion import Completion, begins_reasoning
+from qwen_onnx.cli.terminal.bar import progress_bar
+from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.errors import OutOfMemoryError, UserError
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Token
@@ -133,18 +134,18 @@ def complete_file(
                 items = [_item(chat, line, key, asked, raw=raw, system=system) for line, key in taken]
                 for item, result in _in_order(items, _completed(chat, items, options.size)):
                     if "error" in result:
-                        print(f"line {item.line.number}: {result['error']}", file=sys.stderr, flush=True)
+                        tell(f"line {item.line.number}: {result['error']}")
                     results.write(item.line, item.key, result)
                     new_tokens += item.new_tokens
                     show(results, item.line.end)
         except KeyboardInterrupt:
             then = "" if options.out is None else "; the same command goes on from there"
-            print(f"interrupted: {results.done} done{then}", file=sys.stderr)
+            tell(f"interrupted: {results.done} done{then}")
             return 130
     if stats:
         words = f"{results.done} lines, {results.failed} failed, {new_tokens} new tokens"
         speed = new_tokens / (time.perf_counter() - started)
-        print(f"{words}, {speed:.1f} tokens/s, {chat.runner.describe()}", file=sys.stderr)
+        tell(f"{words}, {speed:.1f} tokens/s, {chat.runner.describe()}")
     if results.failed:
         raise UserError(
             f"{results.failed} of {results.done} lines could not be answered; the others are done"
@@ -232,17 +233,15 @@ def _input(file: str) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def _bar(stream: BinaryIO, options: BatchOptions) -> Iterator[Callable[[Results, int], None]]:
     """Shows how many lines are done and how much of the file they are: on a terminal that gets no results."""
-    console = Console(stderr=True)
     size = None
     if options.file != "-" and stat.S_ISREG((found := os.fstat(stream.fileno())).st_mode):
         size = found.st_size
-    columns = (TextColumn("answering"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    hidden = not console.is_terminal or (options.out is None and sys.stdout.isatty())
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=hidden) as bar:
-        task = bar.add_task("0 lines", total=size)
+    hidden = options.out is None and sys.stdout.isatty()
+    with progress_bar("answering", TimeElapsedColumn(), hidden=hidden) as show:
+        show(0, size, "0 lines")
 
-        def show(results: Results, end: int) -> None:
+        def show_results(results: Results, end: int) -> None:
             failed = f", {results.failed} failed" if results.failed else ""
-            bar.update(task, completed=end, description=f"{results.done} lines{failed}")
+            show(end, size, f"{results.done} lines{failed}")
 
-        yield show
+        yield show_results

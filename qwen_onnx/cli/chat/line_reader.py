@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
+from qwen_onnx.cli.terminal.output import tell
+
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import History
@@ -28,7 +30,7 @@ def read_plain(prompt: str) -> str:
     """
     lines = []
     while True:
-        print(prompt, end="", file=sys.stderr, flush=True)
+        tell(prompt, end="")
         lines.append(as_typed(input()))
         if not lines[-1].endswith("\\"):
             return "\n".join(lines)
@@ -115,7 +117,7 @@ def _history() -> History:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # what somebody asked is nobody else's
     except OSError as error:
-        print(f"note: no history of this session ({path}: {error.strerror or error})", file=sys.stderr)
+        tell(f"note: no history of this session ({path}: {error.strerror or error})")
         return InMemoryHistory()
     return Kept(path)
 

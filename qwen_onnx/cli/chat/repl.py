@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +9,8 @@ from qwen_onnx.cli.chat.commands import HELP, OF_CHATS, file_argument, parse_com
 from qwen_onnx.cli.chat.conversation import Conversation, with_room
 from qwen_onnx.cli.chat.settings import changed
 from qwen_onnx.cli.completion import Completion, bounded, complete, verify_for_template
-from qwen_onnx.errors import UserError, printable
+from qwen_onnx.cli.terminal.output import answer, tell
+from qwen_onnx.errors import UserError
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Message, Token
 from qwen_onnx.runners.generate import verify_request
@@ -29,7 +29,7 @@ class Repl:
         raw: bool = False,
         shift: bool = True,
         print_token: Callable[[Token | None, Said], None],
-        end: Callable[[], None] = print,
+        end: Callable[[], None] = lambda: answer(""),
         report: Callable[[Completion], None] = lambda completion: None,
     ) -> None:
         """Nothing is read yet.
@@ -51,22 +51,22 @@ class Repl:
 
     def run(self, read: Callable[[str], str] = input) -> int:
         """Answer until the user leaves; the exit code (0, or 130 after a second Ctrl-C at the prompt)."""
-        _say(f"{printable(self._chat.runner.manifest.model_id)}, /help for commands")
+        tell(f"{self._chat.runner.manifest.model_id}, /help for commands")
         interrupted = False
         while True:
             try:
                 line = read("> ")
             except EOFError:
-                _say("")
+                tell("")
                 return 0
             except UnicodeDecodeError as error:
-                _say(f"error: what was typed is not {error.encoding} text")
+                tell(f"error: what was typed is not {error.encoding} text")
                 continue
             except KeyboardInterrupt:
                 if interrupted:
                     return 130
                 interrupted = True
-                _say("\n(Ctrl-C again, or Ctrl-D, leaves)")
+                tell("", "(Ctrl-C again, or Ctrl-D, leaves)")
                 continue
             interrupted = False
             if parse_command(line)[0] == "/quit":
@@ -74,9 +74,9 @@ class Repl:
             try:
                 self._handle(line)
             except UserError as error:
-                _say(f"error: {error}")
+                tell(f"error: {error}")
             except KeyboardInterrupt:  # between two steps of a command
-                _say("\n(interrupted)")
+                tell("", "(interrupted)")
 
     def _handle(self, line: str) -> None:
         command, rest = parse_command(line)
@@ -86,7 +86,7 @@ class Repl:
             raise UserError(f"{command} is for chats; --raw completes each text by itself")
         match command:
             case "/help":
-                _say(HELP)
+                tell(*HELP.splitlines())
             case "/reset":
                 self._conversation.reset()
                 self._forget()
@@ -94,7 +94,7 @@ class Repl:
                 self._conversation = Conversation(rest or None)
                 self._forget()
             case "/undo":
-                _say_unless(self._conversation.undo(), "nothing to undo")
+                _tell_unless(self._conversation.undo(), "nothing to undo")
                 self._forget()
             case "/retry":
                 self._retry()
@@ -113,7 +113,7 @@ class Repl:
             case _ if self._raw:
                 self._complete(line)
             case _ if command:
-                _say(f"no command {command}; /help lists them, and /{command} sends it to the model")
+                tell(f"no command {command}; /help lists them, and /{command} sends it to the model")
             case _:
                 text = line.strip()
                 self._ask({"role": "user", "content": text[1:] if text.startswith("//") else text})
@@ -135,7 +135,7 @@ class Repl:
 
     def _retry(self) -> None:
         if (question := self._conversation.question()) is None:
-            _say("nothing to answer anew")
+            tell("nothing to answer anew")
         else:
             self._reply(question)
 
@@ -150,13 +150,13 @@ class Repl:
             messages, dropped = with_room(messages, min(most, length // 4), length, self._count)
             if dropped:
                 what = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
-                _say(f"(the context of {length} tokens is full: {what} dropped)")
+                tell(f"(the context of {length} tokens is full: {what} dropped)")
                 self._conversation.begin(messages)
         result = self._complete(messages)
         if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
             self._conversation.end(result.content)
         for call in result.tool_calls or []:
-            _say(f"(calls {call.name}; give its result with /tool)")
+            tell(f"(calls {call.name}; give its result with /tool)")
 
     def _complete(self, prompt: str | list[Message]) -> Completion:
         asked = bounded(self._chat, self._asked)
@@ -164,7 +164,7 @@ class Repl:
         self._end()
         self._last = result
         if result.finish_reason not in ("eos", "stop"):
-            _say(f"({result.finish_reason})")
+            tell(f"({result.finish_reason})")
         self._report(result)
         return result
 
@@ -174,11 +174,11 @@ class Repl:
 
     def _params(self) -> None:
         request = self._chat.request(bounded(self._chat, self._asked))
-        _say(request.describe())
+        tell(request.describe())
         if request.enable_thinking is not None:
-            _say(f"think {'on' if request.enable_thinking else 'off'}")
+            tell(f"think {'on' if request.enable_thinking else 'off'}")
         if ignored := self._chat.generation_config.ignored:
-            _say(f"not supported, of generation_config.json: {', '.join(ignored)}")
+            tell(f"not supported, of generation_config.json: {', '.join(ignored)}")
 
     def _set(self, rest: str) -> None:
         name, _, text = rest.partition(" ")
@@ -191,30 +191,26 @@ class Repl:
 
     def _save(self, path: Path) -> None:
         self._chat.save(path, messages=self._conversation.messages)
-        _say(f"saved {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
+        tell(f"saved {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
 
     def _load(self, path: Path) -> None:
         messages = self._chat.load(path)
         self._conversation = Conversation()
         self._conversation.messages = messages
-        _say(f"loaded {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
+        tell(f"loaded {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
 
     def _stats(self) -> None:
         used, length = self._chat.context_used, self._chat.runner.context_length
-        _say(f"context: {used} tokens used, {length - used} left")
+        tell(f"context: {used} tokens used, {length - used} left")
         if self._last is not None:
             speed = self._last.tokens_per_s
             ttft = self._last.ttft_ms
-            _say(f"last answer: {_number(ttft)} ms to the first token, {_number(speed)} tokens/s")
+            tell(f"last answer: {_number(ttft)} ms to the first token, {_number(speed)} tokens/s")
 
 
-def _say_unless(done: bool, text: str) -> None:
+def _tell_unless(done: bool, text: str) -> None:
     if not done:
-        _say(text)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        tell(text)
 
 
 def _number(value: float | None) -> str:

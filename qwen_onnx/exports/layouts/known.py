@@ -10,6 +10,7 @@ from qwen_onnx.exports.layouts.genai import write_genai_config
 from qwen_onnx.exports.layouts.layout import Exported, Layout, Written, pad_left
 from qwen_onnx.exports.layouts.transformers_js import BROWSER_LIMIT, write_transformers_js_config
 from qwen_onnx.exports.layouts.triton import EXPORT_FOLDER, verify_name, write_triton
+from qwen_onnx.exports.options import ExportOptions
 
 PORTABLE_DTYPES = ("f32", "f16")
 
@@ -32,6 +33,36 @@ def choose_layout(name: str, target: str | None, dtype: str) -> tuple[Layout, st
         why = "few runtimes multiply bf16" if dtype == "bf16" else "its operators are ONNX Runtime's own"
         raise UserError(f"--target portable is for f32 and f16, not {dtype}: {why}; choose one of them")
     return layout, chosen
+
+
+def chosen_layout(options: ExportOptions) -> tuple[Layout, str]:
+    """Of an export; it costs nothing to ask before a model is looked for.
+
+    Raises:
+        UserError: options that do not go together.
+    """
+    layout, target = choose_layout(options.layout, options.target, options.dtype)
+    if options.split and target != "portable":
+        raise UserError("--split is for --target portable: others have a decode graph already")
+    if options.in_panels and target == "portable":
+        raise UserError("--weights-order panels is for one kind of processor, not for --target portable")
+    return layout, target
+
+
+def output_folder(out: Path | None, model: str, options: ExportOptions) -> Path:
+    """Where an export of a model of this name goes; where nobody says it, NAME-DTYPE, and what else was asked for.
+
+    Raises:
+        UserError: options that do not go together, or a name that the layout cannot have.
+    """
+    layout, target = chosen_layout(options)
+    kind = layout.name if layout.name != "plain" else "portable" if target == "portable" else ""
+    kind = kind or ("panels" if options.in_panels else "")
+    out = out or Path(f"{model}-{options.dtype}" + (f"-{kind}" if kind else ""))
+    if layout.is_repository:  # of several models, of which this is one
+        layout.verify_name(model)
+        return out / model
+    return out
 
 
 def _nothing(exported: Exported) -> Written:

@@ -14,6 +14,7 @@ import pytest
 from qwen_onnx import UserError, load
 from qwen_onnx.checkpoints.hub import DEFAULT_MODEL, ModelSource, resolve_model
 from qwen_onnx.cli import open_model
+from qwen_onnx.exports.cached import find
 from qwen_onnx.runners.runtime import providers, session
 from support.chats import copy_export, endless, endless_checkpoint
 from support.checkpoints import QWEN2, write_checkpoint
@@ -80,28 +81,28 @@ def test_the_dtype_is_f32_on_a_cpu_and_the_checkpoints_own_on_cuda(
 ) -> None:
     write_checkpoint(tmp_path, QWEN2, dtype=stored)
     source = resolve_model(str(tmp_path))
-    monkeypatch.setattr(open_model, "missing_library", lambda provider: "no driver")
-    assert open_model._expected_provider("auto") == "cpu"
-    assert open_model._expected_provider("cuda") == "cuda"
-    assert open_model._default_dtype(source, "cpu") == "f32"
-    assert open_model._default_dtype(source, "tensorrt") == "f32"
-    assert open_model._default_dtype(source, "cuda") == dtype
-    monkeypatch.setattr(open_model, "missing_library", lambda provider: None)
-    assert open_model._expected_provider("auto") == "cuda"
-    assert open_model._expected_provider("cpu") == "cpu"
+    monkeypatch.setattr(find, "missing_library", lambda provider: "no driver")
+    assert find._expected_provider("auto") == "cpu"
+    assert find._expected_provider("cuda") == "cuda"
+    assert find._default_dtype(source, "cpu") == "f32"
+    assert find._default_dtype(source, "tensorrt") == "f32"
+    assert find._default_dtype(source, "cuda") == dtype
+    monkeypatch.setattr(find, "missing_library", lambda provider: None)
+    assert find._expected_provider("auto") == "cuda"
+    assert find._expected_provider("cpu") == "cpu"
 
 
 @pytest.mark.parametrize("verb", ["export", "run"])
 def test_no_model_is_the_default_model(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def resolve(model: str, *, revision: str | None = None) -> ModelSource:
+    def resolve(model: str, **_: object) -> ModelSource:
         asked.append(model)
         return resolve_model("tiny")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(open_model, "resolve_model", resolve)
-    monkeypatch.setattr("qwen_onnx.exports.exporter.resolve_model", resolve)
+    monkeypatch.setattr(find, "resolve_model", resolve)
     more = ("--cache-dir", tmp_path / "cache", *HI) if verb == "run" else ()
     assert command(verb, *more).code == 0
     assert asked == [DEFAULT_MODEL] == ["Qwen/Qwen2.5-0.5B-Instruct"]

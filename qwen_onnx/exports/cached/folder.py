@@ -1,7 +1,8 @@
-"""Exports made on the way by `qwen-onnx run MODEL`: where they lie, what they are called, and how they go."""
+"""Exports made on the way: where they lie, what they are called, and how they go."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import fnmatch
@@ -29,7 +30,7 @@ class CachedExport:
     """One export in the cache."""
 
     name: str
-    """The folder's name, which `remove_exports` takes."""
+    """As short as tells it from the others: `Qwen2.5-0.5B-Instruct-int4`, then `@` and commit, then version."""
     path: Path
     model_id: str
     dtype: str
@@ -74,7 +75,24 @@ def list_exports(cache: Path) -> list[CachedExport]:
         found = [_read(path) for path in sorted(cache.iterdir())]
     except OSError as error:
         raise UserError(f"{error.filename or cache}: {error.strerror}") from None
-    return [export for export in found if export is not None]
+    exports = [export for export in found if export is not None]
+    names = _short_names([export.path.name for export in exports])
+    return [dataclasses.replace(export, name=names[export.path.name]) for export in exports]
+
+
+def find_by_name(cache: Path, name: str) -> Path | None:
+    """The export that is called so, or whose folder is; None where there is none.
+
+    Raises:
+        UserError: several are, but for what stands behind `@`; or the cache cannot be read.
+    """
+    exports = list_exports(cache)
+    for export in exports:
+        if name in (export.name, export.path.name):
+            return export.path
+    if several := [export.name for export in exports if export.name.startswith(f"{name}@")]:
+        raise UserError(f"{name}: {len(several)} exports are called so; one of {', '.join(several)} wanted")
+    return None
 
 
 def remove_exports(cache: Path, names: Sequence[str], *, everything: bool = False) -> list[CachedExport]:
@@ -85,16 +103,38 @@ def remove_exports(cache: Path, names: Sequence[str], *, everything: bool = Fals
     Raises:
         UserError: a name that is no export in `cache`, or what the disk said.
     """
-    exports = {export.name: export for export in list_exports(cache)}
-    if unknown := [name for name in names if name not in exports]:
-        known = ", ".join(exports) or "nothing"
+    exports = list_exports(cache)
+    by_name = {
+        **{export.path.name: export for export in exports},
+        **{export.name: export for export in exports},
+    }
+    if unknown := [name for name in names if name not in by_name]:
+        known = ", ".join(export.name for export in exports) or "nothing"
         raise UserError(f"{unknown[0]!r} is no export in {cache}, which holds {known}")
-    chosen = list(exports.values()) if everything else [exports[name] for name in dict.fromkeys(names)]
+    chosen = exports if everything else [*{by_name[name].path: by_name[name] for name in names}.values()]
     for export in chosen:
         discard(export.path)
     if everything and cache.is_dir():
         sweep(cache)
     return chosen
+
+
+def _short_names(folders: Sequence[str]) -> dict[str, str]:
+    """Names that a person can type, by folder: what tells exports apart is added where it does."""
+    spellings: dict[str, list[str]] = {}
+    for folder in folders:
+        model, source, kind, version = folder.rsplit("--", _PARTS)
+        # The owner of a Hub id goes; panels are this machine's affair.
+        owner, _, name = model.partition("--")
+        short = f"{model if source.startswith('local-') else name or owner}-{kind.partition('-')[0]}"
+        source = source.removeprefix("local-")[:7]
+        spellings[folder] = [short, f"{short}@{source}", f"{short}@{source}-{version}", f"{short}@{folder}"]
+    for length in range(4):
+        counts = collections.Counter(names[min(length, len(names) - 1)] for names in spellings.values())
+        for names in spellings.values():
+            if len(names) > length + 1 and counts[names[length]] == 1:
+                del names[length + 1 :]
+    return {folder: names[-1] for folder, names in spellings.items()}
 
 
 def _readable(model_id: str) -> str:

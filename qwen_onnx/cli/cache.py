@@ -1,0 +1,48 @@
+"""`qwen-onnx cache`: exports made on the way, listed and removed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qwen_onnx.cli.terminal.output import answer, show, tell
+from qwen_onnx.errors import UserError
+
+CacheDir = Annotated[Path | None, typer.Option(help="Folder for exports made on the way.")]
+
+cache_app = typer.Typer(help="Exports made of models that were named.", no_args_is_help=True)
+
+
+@cache_app.command("ls")
+def cache_list(
+    cache_dir: CacheDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
+) -> None:
+    """List exports made on the way."""
+    from qwen_onnx.exports.cached.folder import cache_folder, list_exports
+
+    exports = list_exports(cache_folder(cache_dir))
+    if as_json:
+        listed = [{"name": e.name, "model": e.model_id, "dtype": e.dtype, "bytes": e.size} for e in exports]
+        answer(json.dumps(listed))
+        return
+    for export in exports:
+        show(f"{export.size:>15,}  {export.name}")
+
+
+@cache_app.command("rm")
+def cache_remove(
+    names: Annotated[list[str] | None, typer.Argument(help="Names as `cache ls` shows them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove them all.")] = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Remove exports made on the way."""
+    from qwen_onnx.exports.cached.folder import cache_folder, remove_exports
+
+    if not names and not everything:
+        raise UserError("nothing to remove: give names from `qwen-onnx cache ls`, or --all")
+    removed = remove_exports(cache_folder(cache_dir), names or [], everything=everything)
+    tell(f"removed {len(removed)}, {sum(export.size for export in removed):,} bytes")

@@ -1,0 +1,56 @@
+"""The only way to stdout and stderr: nothing that a file or a model says is a command to the terminal.
+
+No other module prints; tests/cli/test_output.py holds that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+from qwen_onnx.errors import printable
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# C0, DEL and C1, but for line ends and tabs; and what turns the direction of writing over what follows.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def tell(*lines: str, end: str = "\n") -> None:
+    """On stderr, whatever is no answer: each of `lines` stays one, whatever it holds."""
+    print(*map(printable, lines), sep="\n", end=end, file=sys.stderr, flush=True)
+
+
+def show(*lines: str) -> None:
+    """On stdout, text for people: each of `lines` stays one, whatever it holds."""
+    print(*map(printable, lines), sep="\n", flush=True)
+
+
+def answer(text: str, *, end: str = "\n") -> None:
+    """On stdout, what a model says, or JSON. A file or a pipe gets every character: they are its reader's."""
+    print(harmless(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def think(text: str, *, dim: bool = False) -> None:
+    """On stderr, what a model says before it answers."""
+    text = harmless(text)
+    print(f"{_DIM}{text}{_PLAIN}" if dim else text, end="", file=sys.stderr, flush=True)
+
+
+def quote(text: str, *, end: str = "\n") -> None:
+    """On stderr, a text of several lines that somebody wrote."""
+    print(harmless(text), end=end, file=sys.stderr, flush=True)
+
+
+def harmless(text: str) -> str:
+    """A text of several lines that is no command to a terminal: such characters are spelled out."""
+    return text if text.isprintable() else _COMMANDS.sub(_spelled, text)
+
+
+def has_colors() -> bool:
+    """stderr is a terminal that shows them, and nobody asked for none (https://no-color.org)."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _spelled(found: re.Match[str]) -> str:
+    return "" if found[0] == "\r" else found[0].encode("unicode_escape").decode()

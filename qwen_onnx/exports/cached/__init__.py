@@ -1,0 +1,1 @@
+"""Exports of models that were named: found, made once in the user's cache, listed and removed."""
