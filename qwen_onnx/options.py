@@ -72,6 +72,8 @@ class Option:
     """What `/set` calls it, where it does; SAME: the field's name."""
     of_lines: bool = False
     """It is a key of batch lines."""
+    hidden: bool = False
+    """Its flag is not in the help, for few have a use for it."""
     only_with: str | None = None
     """The switch that it has a use with only: whoever asks for it wants that on."""
     about: str = ""
@@ -91,13 +93,26 @@ def declare(
     config_key: str | None = None,
     setting: str | None = None,
     of_lines: bool = False,
+    hidden: bool = False,
     only_with: str | None = None,
     about: str = "",
     hash: bool = True,
 ) -> Any:
     """A field of a set of options: see Option; a default that is callable makes the default."""
     option = Option(
-        kind, help, panel, flag, metavar, read, flag_kind, config_key, setting, of_lines, only_with, about
+        kind,
+        help,
+        panel,
+        flag,
+        metavar,
+        read,
+        flag_kind,
+        config_key,
+        setting,
+        of_lines,
+        hidden,
+        only_with,
+        about,
     )
     if callable(default):
         return dataclasses.field(default_factory=default, hash=hash, metadata={"option": option})

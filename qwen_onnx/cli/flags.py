@@ -58,6 +58,7 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
         metavar=option.metavar or METAVARS.get(option.kind.typed, "TEXT"),
         rich_help_panel=option.panel,
         show_default=False,
+        hidden=option.hidden,
         autocompletion=None if not choices else lambda: [*choices],
     )
     kind = inspect.Parameter.KEYWORD_ONLY

@@ -32,7 +32,7 @@ class RunOptions(Options):
 
     system: str | None = declare(None, Text(), "System message.", _CHAT)
     raw: bool = declare(False, Switch(), "Complete text; no template.", _CHAT, flag="--raw")
-    context_full: str = declare("shift", Text(("shift", "stop")), "Default shift: drop turns; stop.", _CHAT)
+    context_full: str = declare("shift", Text(("shift", "stop")), "shift (default) or stop.", _CHAT)
     greedy: bool = declare(
         False, Switch(), "Best token; no generation_config.json.", "Sampling", flag="--greedy"
     )

@@ -47,12 +47,12 @@ class SessionOptions(Options):
         about="On a CPU, guess greedy tokens from the context and verify several a step.",
     )  # fmt: skip
     optimization_level: str = declare(
-        "all", Text((*OPTIMIZATION_LEVELS,)), "disabled, basic, extended, all", _PERFORMANCE,
+        "all", Text((*OPTIMIZATION_LEVELS,)), "disabled, basic, extended or all.", _PERFORMANCE, hidden=True,
         about="How far ONNX Runtime rewrites graphs: disabled, basic, extended or all.",
     )  # fmt: skip
     """To find out which rewriting did harm."""
     disabled_optimizers: tuple[str, ...] = declare(
-        (), Texts(), "Leave it out; may be repeated.", _PERFORMANCE, flag="--disable-optimizer", metavar="NAME",
+        (), Texts(), "Leave it out; may be repeated.", _PERFORMANCE, flag="--disable-optimizer", metavar="NAME", hidden=True,
         about="ONNX Runtime's rewritings to leave out, as SkipLayerNormFusion.",
     )  # fmt: skip
     cuda_graph: bool = declare(True, Switch(), "CUDA graph decode; default on.", _CUDA)
