@@ -100,20 +100,9 @@ def declare(
 ) -> Any:
     """A field of a set of options: see Option; a default that is callable makes the default."""
     option = Option(
-        kind,
-        help,
-        panel,
-        flag,
-        metavar,
-        read,
-        flag_kind,
-        config_key,
-        setting,
-        of_lines,
-        hidden,
-        only_with,
+        kind, help, panel, flag, metavar, read, flag_kind, config_key, setting, of_lines, hidden, only_with,
         about,
-    )
+    )  # fmt: skip
     if callable(default):
         return dataclasses.field(default_factory=default, hash=hash, metadata={"option": option})
     return dataclasses.field(default=default, hash=hash, metadata={"option": option})

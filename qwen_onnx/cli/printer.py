@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from qwen_onnx.cli.completion import Completion
-from qwen_onnx.cli.terminal.output import answer, has_colors, tell, think
+from qwen_onnx.cli.terminal.markdown import Emphasis
+from qwen_onnx.cli.terminal.output import answer, end_answer, has_colors, tell, think
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Token
@@ -15,9 +16,12 @@ from qwen_onnx.runners.text.reasoning import Said
 class Printer:
     """Answers go to stdout; reasoning, dimmed where that can be, and all else to stderr."""
 
-    def __init__(self, chat: Chat, *, show_thinking: bool = True, color: bool = True) -> None:
+    def __init__(
+        self, chat: Chat, *, show_thinking: bool = True, color: bool = True, markdown: bool = False
+    ) -> None:
         self._chat, self._show_thinking = chat, show_thinking
         self._dim = color and has_colors()
+        self._emphasis = Emphasis() if markdown and self._dim and sys.stdout.isatty() else None
         self._thinking = self._in_line = False
 
     def print_token(self, token: Token | None, said: Said) -> None:
@@ -34,13 +38,13 @@ class Printer:
             self._end_of_thought()
         if text:
             self._in_line = not text.endswith("\n")
-            answer(text, end="")
+            answer(text, end="", emphasis=self._emphasis)
 
     def end(self) -> None:
         """End the line of an answer."""
         if self._thinking:
             self._end_of_thought()
-        answer("")
+        end_answer(self._emphasis)
         self._in_line = False
 
     def _end_of_thought(self) -> None:
@@ -72,7 +76,7 @@ def print_verbose(chat: Chat, asked: Given) -> None:
     tell(
         f"{runner.graph.file}, {runner.describe()}",
         f"KV cache: {slot_bytes:,} bytes a token, {most:,} for the whole context of {runner.context_length}",
-        chat.request(asked).describe(),
+        *chat.request(asked).describe().splitlines(),
     )
 
 

@@ -11,6 +11,7 @@ from qwen_onnx.cli.batch.run import BatchOptions, complete_file, verify_batch_fi
 from qwen_onnx.cli.chat.commands import COMMANDS
 from qwen_onnx.cli.chat.line_reader import LineReader, as_typed, can_edit, read_plain
 from qwen_onnx.cli.chat.repl import Repl
+from qwen_onnx.cli.chat.settings import settings
 from qwen_onnx.cli.completion import bounded, complete, verify_for_template
 from qwen_onnx.cli.open_model import open_chat
 from qwen_onnx.cli.printer import Printer, print_stats, print_verbose
@@ -68,7 +69,9 @@ def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session:
         return complete_file(
             chat, batch, bounded(chat, asked), raw=options.raw, system=options.system, stats=options.stats
         )
-    printer = Printer(chat, show_thinking=options.show_thinking, color=options.color)
+    printer = Printer(
+        chat, show_thinking=options.show_thinking, color=options.color, markdown=options.markdown
+    )
     return (
         _chat(chat, options, asked, printer) if chatting else _complete(chat, options, asked, printer, prompt)
     )
@@ -113,7 +116,9 @@ def _chat(chat: Chat, options: RunOptions, asked: Given, printer: Printer) -> in
     )
     if not can_edit():
         return repl.run(read_plain)
-    reader = LineReader(commands=COMMANDS, status=repl.status, color=options.color and has_colors())
+    reader = LineReader(
+        commands=COMMANDS, settings=[*settings()], status=repl.status, color=options.color and has_colors()
+    )
     for name in ("SIGTERM", "SIGHUP"):  # so that the terminal is left as it was
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, _: reader.leave(128 + number))

@@ -45,6 +45,10 @@ class RunOptions(Options):
     color: bool = declare(
         True, Switch(), "Colors on a terminal; default on.", _OUTPUT, flag="--color/--no-color"
     )
+    markdown: bool = declare(
+        True, Switch(), "Emphasis in answers on a terminal.", _OUTPUT,
+        flag="--markdown/--no-markdown", hidden=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -52,8 +52,8 @@ class SessionOptions(Options):
     )  # fmt: skip
     """To find out which rewriting did harm."""
     disabled_optimizers: tuple[str, ...] = declare(
-        (), Texts(), "Leave it out; may be repeated.", _PERFORMANCE, flag="--disable-optimizer", metavar="NAME", hidden=True,
-        about="ONNX Runtime's rewritings to leave out, as SkipLayerNormFusion.",
+        (), Texts(), "Leave it out; may be repeated.", _PERFORMANCE, flag="--disable-optimizer", metavar="NAME",
+        hidden=True, about="ONNX Runtime's rewritings to leave out, as SkipLayerNormFusion.",
     )  # fmt: skip
     cuda_graph: bool = declare(True, Switch(), "CUDA graph decode; default on.", _CUDA)
     greedy_on_device: bool = declare(

@@ -57,7 +57,7 @@ def test_each_declared_option_with_a_panel_is_a_flag(command: str, kinds: tuple[
     text = "\n".join(lines_of(command))
     for kind in kinds:
         for name, option in declared(kind).items():
-            if option.panel is not None:
+            if option.panel is not None and not option.hidden:
                 flag = option.flag.split()[0].split("/")[0] if option.flag else f"--{name.replace('_', '-')}"
                 assert re.search(rf"{flag}\b", text), flag
 

@@ -38,7 +38,7 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     err = capsys.readouterr().err
     for command in (*COMMANDS, "Ctrl-D", "Ctrl-C", "backslash"):
         assert command in err
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 15
 
 
 def test_reset_forgets_all_but_the_system_message() -> None:

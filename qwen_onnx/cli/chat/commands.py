@@ -10,6 +10,8 @@ from qwen_onnx.errors import UserError
 HELP = """\
 /help              this list
 /reset             forget the conversation
+/show              the conversation so far
+/read FILE         put a text file before the next question
 /system TEXT       begin anew under this system message; without TEXT, none
 /undo              forget the last question and its answer
 /retry             answer the last question anew
@@ -18,14 +20,35 @@ HELP = """\
 /set NAME VALUE    change one of these; without VALUE, the model's own
 /save FILE         keep the conversation, and what was computed of it, in a file
 /load FILE         go on with a conversation that was saved
+/tokens TEXT       the tokens of a text; without TEXT, how many the conversation has
 /stats             context used and left, speed of the last answer
-/quit              leave (so do Ctrl-D, and Ctrl-C twice)
-A line that ends in a backslash goes on in the next; //text sends /text.
+/quit              leave (so do /bye, Ctrl-D, and Ctrl-C twice)
+Lines between \"\"\" and \"\"\" are one message, and so is a line that ends in a backslash
+with the next. //text sends /text.
 Ctrl-C stops an answer and keeps the session."""
 COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
-_ALIASES = {"/clear": "/reset", "/exit": "/quit"}
-OF_CHATS = ("/reset", "/system", "/undo", "/retry", "/tool", "/save", "/load")
+_ALIASES = {"/clear": "/reset", "/exit": "/quit", "/bye": "/quit"}
+OF_CHATS = ("/reset", "/show", "/read", "/system", "/undo", "/retry", "/tool", "/save", "/load")
 _COMMAND = re.compile(r"(/[a-z_]+)(?:\s+(.*))?", re.DOTALL)
+
+
+FILES = ("/save", "/load", "/read")
+"""Commands that a file is named with."""
+_QUOTES = '"""'
+
+
+def is_open_block(text: str) -> bool:
+    """It begins with three quotes, and goes on until three more."""
+    text = text.strip()
+    return text.startswith(_QUOTES) and not (len(text) >= 2 * len(_QUOTES) and text.endswith(_QUOTES))
+
+
+def block(text: str) -> str | None:
+    """What stands between three quotes and three quotes; None where the text is no such block."""
+    text = text.strip()
+    if not text.startswith(_QUOTES) or is_open_block(text):
+        return None
+    return text.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
 
 
 def parse_command(line: str) -> tuple[str, str]:

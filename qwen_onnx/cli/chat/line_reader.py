@@ -5,24 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import platformdirs
 
+from qwen_onnx.cli.chat.commands import FILES, is_open_block
 from qwen_onnx.cli.terminal.output import tell
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
+_PROMPT_STYLE = "bold ansigreen"
 HISTORY_VARIABLE = "QWEN_ONNX_HISTORY"
 
 
 def read_plain(prompt: str) -> str:
-    """A line from stdin, the prompt on stderr; a line that ends in a backslash goes on in the next.
+    """A line from stdin, the prompt on stderr; with the next where it ends in a backslash or three quotes are open.
 
     Raises:
         EOFError: at the end of stdin, or Ctrl-D.
@@ -32,9 +35,12 @@ def read_plain(prompt: str) -> str:
     while True:
         tell(prompt, end="")
         lines.append(as_typed(input()))
-        if not lines[-1].endswith("\\"):
+        in_block = is_open_block("\n".join(lines))
+        if not in_block and not lines[-1].endswith("\\"):
             return "\n".join(lines)
-        lines[-1], prompt = lines[-1][:-1], "... "
+        if not in_block:
+            lines[-1] = lines[-1][:-1]
+        prompt = "... "
 
 
 class LineReader:
@@ -44,19 +50,21 @@ class LineReader:
     clears what is typed, before it means anything else.
     """
 
-    def __init__(self, *, commands: Sequence[str], status: Callable[[], str], color: bool) -> None:
-        """Tab completes `commands`; `status` is shown at the right end of the line."""
+    def __init__(
+        self, *, commands: Sequence[str], settings: Sequence[str], status: Callable[[], str], color: bool
+    ) -> None:
+        """Tab completes `commands`, `settings` after /set, and files; `status` is shown at the end of the line."""
         from prompt_toolkit import PromptSession  # here, because it takes a tenth of a second
-        from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.output import ColorDepth, create_output
 
+        self._color = color
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
             prompt_continuation=lambda width, line, wrapped: "" if wrapped else "... ",
             rprompt=status,
             key_bindings=_keys(),
             history=_history(),
-            completer=WordCompleter(list(commands), sentence=True),
+            completer=_completer(commands, settings),
             complete_while_typing=False,
             enable_suspend=True,
             color_depth=None if color else ColorDepth.DEPTH_1_BIT,
@@ -65,7 +73,7 @@ class LineReader:
 
     def __call__(self, prompt: str) -> str:
         """The next line or lines. Raises EOFError for Ctrl-D in an empty line, KeyboardInterrupt for Ctrl-C."""
-        return as_typed(self._session.prompt(prompt))
+        return as_typed(self._session.prompt([(_PROMPT_STYLE, prompt)] if self._color else prompt))
 
     def leave(self, code: int) -> None:
         """Of a signal handler: end the program with this exit code, the terminal as it was before."""
@@ -122,6 +130,25 @@ def _history() -> History:
     return Kept(path)
 
 
+def _completer(commands: Sequence[str], settings: Sequence[str]) -> Completer:
+    """Of what is typed: a command, the name after /set, the file after those that take one."""
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter, WordCompleter
+    from prompt_toolkit.document import Document
+
+    class OfChats(Completer):
+        def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+            command, space, rest = document.text_before_cursor.partition(" ")
+            if not space:
+                return WordCompleter(list(commands), sentence=True).get_completions(document, event)
+            if command == "/set":
+                return WordCompleter(list(settings), sentence=True).get_completions(Document(rest), event)
+            if command in FILES:
+                return PathCompleter(expanduser=True).get_completions(Document(rest), event)
+            return []
+
+    return OfChats()
+
+
 def _keys() -> KeyBindings:
     from prompt_toolkit.filters import is_searching
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -131,7 +158,9 @@ def _keys() -> KeyBindings:
     @keys.add("enter", filter=~is_searching)  # there it takes the line that was found
     def _send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        if buffer.document.char_before_cursor == "\\":
+        if is_open_block(buffer.text):
+            buffer.newline()
+        elif buffer.document.char_before_cursor == "\\":
             buffer.delete_before_cursor()
             buffer.newline()
         else:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qwen_onnx.cli.chat.commands import HELP, OF_CHATS, file_argument, parse_command
+from qwen_onnx.cli.chat.commands import HELP, OF_CHATS, block, file_argument, parse_command
 from qwen_onnx.cli.chat.conversation import Conversation, with_room
 from qwen_onnx.cli.chat.settings import changed
+from qwen_onnx.cli.chat.shown import read_text, shortened, show_messages, show_params, show_stats, show_tokens
 from qwen_onnx.cli.completion import Completion, bounded, complete, verify_for_template
 from qwen_onnx.cli.terminal.output import answer, tell
 from qwen_onnx.errors import UserError
@@ -44,6 +45,8 @@ class Repl:
         self._print_token, self._end, self._report = print_token, end, report
         self._last: Completion | None = None
         self._conversation = Conversation(system)
+        self._before = ""
+        """What /read put before the next question."""
 
     def status(self) -> str:
         """The context in use, in a few characters."""
@@ -79,8 +82,9 @@ class Repl:
                 tell("", "(interrupted)")
 
     def _handle(self, line: str) -> None:
-        command, rest = parse_command(line)
-        if not line.strip():
+        text = block(line)
+        command, rest = parse_command(line) if text is None else ("", "")
+        if not line.strip() or text == "":
             return
         if self._raw and command in OF_CHATS:
             raise UserError(f"{command} is for chats; --raw completes each text by itself")
@@ -88,20 +92,27 @@ class Repl:
             case "/help":
                 tell(*HELP.splitlines())
             case "/reset":
-                self._conversation.reset()
-                self._forget()
+                self._reset()
+            case "/show":
+                show_messages(self._conversation.messages)
+                _tell_unless(bool(self._conversation.messages), "nothing was said yet")
+            case "/read":
+                self._read(file_argument(command, rest))
+            case "/tokens":
+                self._tokens(rest)
             case "/system":
                 self._conversation = Conversation(rest or None)
                 self._forget()
+                how = "under this system message" if rest else "without a system message"
+                tell(f"(the conversation begins anew, {how})")
             case "/undo":
-                _tell_unless(self._conversation.undo(), "nothing to undo")
-                self._forget()
+                self._undo()
             case "/retry":
                 self._retry()
             case "/tool":
                 self._give(rest)
             case "/params":
-                self._params()
+                show_params(self._chat, self._asked)
             case "/set":
                 self._set(rest)
             case "/save":
@@ -109,14 +120,16 @@ class Repl:
             case "/load":
                 self._load(file_argument(command, rest))
             case "/stats":
-                self._stats()
+                show_stats(self._chat, self._last)
             case _ if self._raw:
-                self._complete(line)
+                self._complete(line if text is None else text)
+            case _ if text is not None:
+                self._ask({"role": "user", "content": text})
             case _ if command:
                 tell(f"no command {command}; /help lists them, and /{command} sends it to the model")
             case _:
-                text = line.strip()
-                self._ask({"role": "user", "content": text[1:] if text.startswith("//") else text})
+                said = line.strip()
+                self._ask({"role": "user", "content": said[1:] if said.startswith("//") else said})
 
     def _forget(self) -> None:
         """Of the cache too: what it holds beyond the messages could be saved."""
@@ -125,12 +138,50 @@ class Repl:
         except UserError:  # a template that wants more than a system message
             self._chat.rewind([])
 
+    def _reset(self) -> None:
+        turns, kept = (
+            len(self._conversation.turns),
+            "; the system message stays" if self._conversation.system else "",
+        )
+        self._conversation.reset()
+        self._before = ""
+        self._forget()
+        tell(f"(forgot {turns} turn{'' if turns == 1 else 's'}{kept})")
+
+    def _undo(self) -> None:
+        held = self._conversation.unanswered or self._conversation.messages
+        question = next((message for message in reversed(held) if message["role"] == "user"), None)
+        done = self._conversation.undo()
+        self._forget()
+        if not done or question is None:
+            tell("nothing to undo")
+        else:
+            tell(
+                f"(forgot {shortened(question)} and its answer; turns left: {len(self._conversation.turns)})"
+            )
+
+    def _read(self, path: Path) -> None:
+        text = read_text(path)
+        self._before = f"{self._before}{text}\n\n"
+        tell(f"(read {path}: {len(text):,} characters, which go before your next question)")
+
+    def _tokens(self, text: str) -> None:
+        if text:
+            show_tokens(self._chat, text)
+        else:
+            messages = self._conversation.messages
+            count = self._count(messages) if messages else 0
+            tell(f"the conversation: {count} tokens of the context's {self._chat.runner.context_length}")
+
     def _give(self, content: str) -> None:
         if self._conversation.messages[-1:] == self._conversation.system:
             raise UserError("/tool: nothing was asked yet, so that no function was called")
         self._ask({"role": "tool", "content": content})
 
     def _ask(self, message: Message) -> None:
+        if self._before and message["role"] == "user":
+            message = {**message, "content": f"{self._before}{message['content']}"}
+            self._before = ""
         self._reply([*self._conversation.messages, message])
 
     def _retry(self) -> None:
@@ -172,14 +223,6 @@ class Repl:
         request = self._chat.request(self._asked)
         return len(self._chat.prompt_ids(messages, **request.of_prompt))
 
-    def _params(self) -> None:
-        request = self._chat.request(bounded(self._chat, self._asked))
-        tell(request.describe())
-        if request.enable_thinking is not None:
-            tell(f"think {'on' if request.enable_thinking else 'off'}")
-        if ignored := self._chat.generation_config.ignored:
-            tell(f"not supported, of generation_config.json: {', '.join(ignored)}")
-
     def _set(self, rest: str) -> None:
         name, _, text = rest.partition(" ")
         if name:
@@ -187,7 +230,7 @@ class Repl:
             verify_for_template(self._chat, asked)
             verify_request(self._chat.runner, self._chat.request(asked))
             self._asked = asked
-        self._params()
+        show_params(self._chat, self._asked)
 
     def _save(self, path: Path) -> None:
         self._chat.save(path, messages=self._conversation.messages)
@@ -198,20 +241,10 @@ class Repl:
         self._conversation = Conversation()
         self._conversation.messages = messages
         tell(f"loaded {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
-
-    def _stats(self) -> None:
-        used, length = self._chat.context_used, self._chat.runner.context_length
-        tell(f"context: {used} tokens used, {length - used} left")
-        if self._last is not None:
-            speed = self._last.tokens_per_s
-            ttft = self._last.ttft_ms
-            tell(f"last answer: {_number(ttft)} ms to the first token, {_number(speed)} tokens/s")
+        if turns := self._conversation.turns:
+            show_messages(messages[turns[-1] :])
 
 
 def _tell_unless(done: bool, text: str) -> None:
     if not done:
         tell(text)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

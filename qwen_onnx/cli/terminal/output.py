@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+from collections.abc import Iterable, Iterator
+from typing import TextIO
 
+from qwen_onnx.cli.terminal.markdown import Emphasis
 from qwen_onnx.errors import printable
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -18,17 +22,23 @@ _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 def tell(*lines: str, end: str = "\n") -> None:
     """On stderr, whatever is no answer: each of `lines` stays one, whatever it holds."""
-    print(*map(printable, lines), sep="\n", end=end, file=sys.stderr, flush=True)
+    print(*_fitting(lines, sys.stderr), sep="\n", end=end, file=sys.stderr, flush=True)
 
 
 def show(*lines: str) -> None:
     """On stdout, text for people: each of `lines` stays one, whatever it holds."""
-    print(*map(printable, lines), sep="\n", flush=True)
+    print(*_fitting(lines, sys.stdout), sep="\n", flush=True)
 
 
-def answer(text: str, *, end: str = "\n") -> None:
+def answer(text: str, *, end: str = "\n", emphasis: Emphasis | None = None) -> None:
     """On stdout, what a model says, or JSON. A file or a pipe gets every character: they are its reader's."""
-    print(harmless(text) if sys.stdout.isatty() else text, end=end, flush=True)
+    text = harmless(text) if sys.stdout.isatty() else text
+    print(emphasis.push(text) if emphasis else text, end=end, flush=True)
+
+
+def end_answer(emphasis: Emphasis | None) -> None:
+    """On stdout, the end of the line, and of all emphasis."""
+    print(emphasis.end() if emphasis else "", flush=True)
 
 
 def think(text: str, *, dim: bool = False) -> None:
@@ -50,6 +60,26 @@ def harmless(text: str) -> str:
 def has_colors() -> bool:
     """stderr is a terminal that shows them, and nobody asked for none (https://no-color.org)."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _fitting(lines: Iterable[str], stream: TextIO) -> Iterator[str]:
+    """Each of the lines as one; on a terminal, what is longer than it goes on below, at a word or behind a comma."""
+    for line in map(printable, lines):
+        width = shutil.get_terminal_size().columns if stream.isatty() else len(line)
+        yield line if len(line) <= width else "\n".join(wrapped(line, width))
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """A line in several: fields between commas stay whole where they fit, words always."""
+    indent = len(line) - len(line.lstrip()) + 2
+    rows = [""]
+    for field in re.findall(r".+?(?:, |$)", line):
+        for word in [field] if len(field.rstrip()) <= width - indent else re.findall(r"\s*\S+\s*", field):
+            if len(rows[-1]) + len(word.rstrip()) > width and rows[-1].strip():
+                rows.append(" " * indent)
+                word = word.lstrip()
+            rows[-1] += word
+    return [row.rstrip() for row in rows]
 
 
 def _spelled(found: re.Match[str]) -> str:
