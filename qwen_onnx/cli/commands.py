@@ -11,6 +11,7 @@ import typer
 
 from qwen_onnx.cli.flags import flags
 from qwen_onnx.cli.run_options import RunOptions
+from qwen_onnx.cli.web.options import WebOptions
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.options import Given, made
@@ -81,6 +82,22 @@ def run(
 
     if code := run_model(model, run=run_options, asked=asked, session=session):
         raise typer.Exit(code)
+
+
+@app.command()
+@flags("options", WebOptions)
+def web(
+    options: Given,
+    model: Annotated[
+        str,
+        typer.Argument(help="Portable export, Hub id, checkpoint folder, or `tiny`.", show_default=False),
+    ],
+) -> None:
+    """Serve a chat page, in which the model runs, to the browser on this machine; print its address."""
+    asked = made(WebOptions, options)
+    from qwen_onnx.cli.web.serve import serve
+
+    serve(model, asked)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from qwen_onnx.cli.run_options import RunOptions
 from qwen_onnx.contract import DTYPES
 from qwen_onnx.contract.manifest import MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import ExportInProgressError, UserError
+from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.exports.publish.staging import recover
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
@@ -91,20 +92,23 @@ def _export_folder(model: str, options: RunOptions, session: SessionOptions) -> 
         if not (found / MANIFEST_FILE).exists():  # or it is damaged: a plain one does as well
             path, weights_order = found, "panels"
     print(f"exporting {source.model_id} as {dtype}, once, to {path}", file=sys.stderr)
-    _export_once(source, path, dtype, weights_order)
+    # For its whole context: --max-context is the runner's here.
+    export_once(source, path, ExportOptions(dtype=dtype, weights_order=weights_order))
     return path
 
 
-def _export_once(source: ModelSource, path: Path, dtype: str, weights_order: str) -> None:
-    """Make the export, or wait for the process that is making it."""
+def export_once(source: ModelSource, path: Path, options: ExportOptions) -> None:
+    """Make the export, or wait for the process that is making it.
+
+    Raises:
+        UserError: it cannot be made.
+    """
     from qwen_onnx.cli.progress import export_with_progress
-    from qwen_onnx.exports.options import ExportOptions
 
     waiting = False
     while True:
         try:
-            # For its whole context: --max-context is the runner's here.
-            export_with_progress(source, path, ExportOptions(dtype=dtype, weights_order=weights_order))
+            export_with_progress(source, path, options)
             return
         except UserError as error:
             if (path / MANIFEST_FILE).exists():  # published meanwhile
