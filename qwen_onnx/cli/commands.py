@@ -13,6 +13,7 @@ from qwen_onnx.cli.cache import cache_app
 from qwen_onnx.cli.flags import flags
 from qwen_onnx.cli.run_options import RunOptions
 from qwen_onnx.cli.terminal.output import answer, show, tell
+from qwen_onnx.cli.web.options import WebOptions
 from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.options import Given, made
@@ -95,6 +96,17 @@ def run(
 
     if code := run_model(model, run=run_options, of_model=of_model, asked=asked, session=session):
         raise typer.Exit(code)
+
+
+@app.command()
+@flags("of_model", ModelOptions)
+@flags("options", WebOptions)
+def web(options: Given, of_model: Given, model: Model) -> None:
+    """Serve a chat page, in which the model runs, to the browser on this machine; print its address."""
+    asked = made(WebOptions, options)
+    from qwen_onnx.cli.web.serve import serve
+
+    serve(model, asked, made(ModelOptions, of_model))
 
 
 @app.command()

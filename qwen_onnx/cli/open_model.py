@@ -34,7 +34,7 @@ def export_folder(model: str, asked: ModelOptions, *, provider: str = "auto") ->
         model,
         asked,
         provider=provider,
-        export=_export,
+        export=export_source,
         tell=tell,
         before_download=DownloadQuestion(
             dtypes=(asked.dtype,) if asked.dtype else ("f32", "int4"), yes=asked.yes
@@ -125,7 +125,8 @@ class DownloadQuestion:
             raise UserError(f"{download.model_id}: not downloaded, as you said")
 
 
-def _export(source: ModelSource, path: Path, options: ExportOptions) -> None:
+def export_source(source: ModelSource, path: Path, options: ExportOptions) -> None:
+    """Export with a progress bar. Raises UserError as `export_model`."""
     from qwen_onnx.cli.progress import export_with_progress  # here, because it imports what makes graphs
 
     export_with_progress(source, path, options)

@@ -28,9 +28,8 @@ ELSEWHERE = (
     "node ",
     "npm ",
     "cp ",
-    "mkdir ort",
+    "xz ",
     "python -m http.server",
-    "qwen-onnx export tiny tiny --target",
 )
 MOST_WORDS = 1500
 SECTIONS = [
@@ -96,7 +95,11 @@ def test_readme_is_short_and_in_the_order_of_a_newcomer_s_questions() -> None:
     assert len(text.split()) <= MOST_WORDS
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert pictures == ["docs/pictures/checkpoint_to_text.svg", "docs/pictures/chat.svg"]
+    assert pictures == [
+        "docs/pictures/checkpoint_to_text.svg",
+        "docs/pictures/chat.svg",
+        "docs/pictures/web.png",
+    ]
     assert text.index(pictures[0]) < text.index("## Two commands")
 
 

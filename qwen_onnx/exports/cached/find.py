@@ -50,7 +50,7 @@ def find_export(
     Raises:
         UserError: no such model, or it cannot be exported.
     """
-    folder = _exported(model, asked, tell)
+    folder = exported(model, asked, tell)
     if folder is None:
         folder = _of_model(model or DEFAULT_MODEL, asked, provider, export, tell, before_download)
     if asked.dtype not in (None, held := read_manifest(folder).dtype):
@@ -58,8 +58,12 @@ def find_export(
     return folder
 
 
-def _exported(model: str, asked: ModelOptions, tell: Callable[[str], None]) -> Path | None:
-    """What is an export already."""
+def exported(model: str, asked: ModelOptions, tell: Callable[[str], None]) -> Path | None:
+    """What is an export already: a folder, or the name of one in the cache; None where it is none.
+
+    Raises:
+        UserError: a folder with neither an export nor a checkpoint; or a revision of an export.
+    """
     if model in ("", BUNDLED_MODEL):
         return None
     given = as_path(model)
@@ -109,14 +113,18 @@ def _of_model(
     takes = f"{gigabytes(size.disk)} on disk, {gigabytes(size.memory)} in memory"
     tokens = min(CONTEXT, config.context_length)
     tell(f"exporting {source.model_id} as {dtype}, once, to {path}: {takes} with {tokens:,} tokens")
-    _export_once(export, source, path, ExportOptions(dtype=dtype, weights_order=weights_order), tell)
+    export_once(export, source, path, ExportOptions(dtype=dtype, weights_order=weights_order), tell)
     return path
 
 
-def _export_once(
+def export_once(
     export: Export, source: ModelSource, path: Path, options: ExportOptions, tell: Callable[[str], None]
 ) -> None:
-    """Make the export, or wait for the process that is making it."""
+    """Make the export, or wait for the process that is making it.
+
+    Raises:
+        UserError: it cannot be made.
+    """
     waiting = False
     while True:
         try:

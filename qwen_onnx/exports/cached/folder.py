@@ -126,7 +126,7 @@ def _short_names(folders: Sequence[str]) -> dict[str, str]:
         model, source, kind, version = folder.rsplit("--", _PARTS)
         # The owner of a Hub id goes; panels are this machine's affair.
         owner, _, name = model.partition("--")
-        short = f"{model if source.startswith('local-') else name or owner}-{kind.partition('-')[0]}"
+        short = f"{model if source.startswith('local-') else name or owner}-{kind.partition('-panels')[0]}"
         source = source.removeprefix("local-")[:7]
         spellings[folder] = [short, f"{short}@{source}", f"{short}@{source}-{version}", f"{short}@{folder}"]
     for length in range(4):

@@ -1,0 +1,1 @@
+"""`qwen-onnx web`: a model as a chat page on this machine."""
