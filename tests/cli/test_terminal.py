@@ -95,7 +95,7 @@ def test_a_new_users_session(tmp_path: Path) -> None:
         say("What is the capital of France?", "Paris")
         say("/undo")
         say("/set temperature 0.01", "sampling, temperature 0.01, ")
-        say(f"/save {saved}", "saved ")
+        say(f"/save {saved}", "saved")
         say("/stats", "tokens used")
         terminal.type(b"/quit\r")
         assert process.wait(PATIENCE) == 0
@@ -108,7 +108,7 @@ def test_a_new_users_session(tmp_path: Path) -> None:
 
     with session(tiny(), history=history) as (terminal, process):
         terminal.type(f"/load {saved}\r".encode())
-        terminal.wait_for(b": 2 turns, ")
+        terminal.wait_for(b"[assistant]")  # of the last exchange
         terminal.wait_for(READY)
         terminal.type(b"What is my name?\r")
         terminal.wait_for(b"Your name is Ada.\r\n")

@@ -22,6 +22,8 @@ class Terminal:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._unread = descriptor, b""
+        self.seen = b""
+        """All that has come."""
 
     def type(self, keys: bytes) -> None:
         os.write(self._descriptor, keys)
@@ -56,11 +58,12 @@ class Terminal:
 
     def _read(self, seconds: float) -> bytes:
         ready, _, _ = select.select([self._descriptor], [], [], seconds)
-        assert ready, f"nothing came for {seconds:.0f} s"
+        assert ready, f"nothing came for {seconds:.0f} s; {self._unread[-1500:]!r}"
         try:
             data = os.read(self._descriptor, 4096)
         except OSError:  # Linux's word for the other end closing
             data = b""
+        self.seen += data
         assert data, f"the program left; it had said {self._unread[-2000:]!r}"
         return data
 

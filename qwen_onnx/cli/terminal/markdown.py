@@ -24,7 +24,8 @@ class Emphasis:
     def push(self, text: str) -> str:
         """What can be shown now."""
         text = self._held + text
-        tail = re.search(r"[*`]+$|(?:^|(?<=\n))#+$" if self._line_start or "\n" in text else r"[*`]+$", text)
+        begins_line = self._line_start or "\n" in text
+        tail = re.search(r"[*`]+\Z|(?:^|(?<=\n))#+\Z" if begins_line else r"[*`]+\Z", text)
         self._held = tail[0] if tail else ""
         return self._styled(text[: len(text) - len(self._held)])
 
