@@ -39,7 +39,7 @@ def check_golden(chat: Chat, manifest: Manifest) -> Finding:
     if golden is None:
         return Finding(True, f"golden ids: none, a context of {context} has no room for a prompt and one")
     if kept and provider == "cpu":
-        return Finding(True, f"golden ids: {len(golden.token_ids)} {kept}, on the CPU provider")
+        return Finding(True, f"golden ids: {len(golden.token_ids)} {kept}")
     kind = "int8" if manifest.quantized else chat.runner.compute_dtype
     bound = logit_bound(kind, layers=manifest.num_hidden_layers, largest=0.0)
 
@@ -62,12 +62,12 @@ def golden_of(chat: Chat, manifest: Manifest) -> tuple[Golden | None, str]:
         return None, ""
     golden = record_golden(on_cpu, prompt)
     if manifest.golden is not None or context != manifest.context_length:
-        return golden, "made for this once"
+        return golden, "made for this context on the CPU provider; nothing was compared"
     try:
         write_manifest(folder, dataclasses.replace(manifest, golden=golden))
     except OSError as error:  # a folder that may only be read is no fault of the export
-        return golden, f"not recorded ({error.strerror})"
-    return golden, "recorded"
+        return golden, f"made on the CPU provider, and not recorded ({error.strerror}); nothing was compared"
+    return golden, "recorded on the CPU provider, for later checks and other machines; nothing to compare with yet"
 
 
 def greedy_along(greedy: Greedy, golden: Golden) -> Golden:

@@ -25,6 +25,9 @@ _REFERENCE_TOKENS = 48
 KL_BOUNDS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 2e-2, "int8": 3e-2}
 
 
+_IN_WORDS = {"int8": "activations in 8 bits"}
+
+
 def check_logits(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Finding:
     """Logits of a fixed text against the reference in float64, over the weights as they are stored."""
     found, ids = _logits(chat, manifest)
@@ -85,7 +88,7 @@ def compare_logits(
     agree = found.argmax(-1) == wanted.argmax(-1)
     ok = error <= bound and kl <= kl_bound and bool(np.all(agree | (best - rest < 2 * bound)))
     text = (
-        f"logits: against float64 over {len(wanted)} positions, {dtype}: top-1 agrees on {agree.mean():.0%}, "
+        f"logits: against float64 over {len(wanted)} positions, {_IN_WORDS.get(dtype, dtype)}: top-1 agrees on {agree.mean():.0%}, "
         f"KL {max(kl, 0):.1e} (bound {kl_bound:.0e}), largest difference {error:.1e} (bound {bound:.1e})"
     )
     return Finding(ok, text)

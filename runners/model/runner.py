@@ -103,6 +103,8 @@ class Runner(LogitsModel):
     def describe(self) -> str:
         """How it computes, in a few words: provider, type, and what was chosen of CUDA."""
         words = [self.provider, self.compute_dtype]
+        if self.manifest.quantized:
+            words[1:1] = [f"{self.manifest.dtype} weights"]
         if self.provider != "cpu":
             words.append("TF32 on" if self.options.tf32 else "TF32 off")
         if self.provider == "cuda":
