@@ -25,7 +25,7 @@ from qwen_onnx.runners.score import Score, score_ids
 from qwen_onnx.runners.sequence import Sequence, verify_prompt
 from qwen_onnx.runners.text.prompts import Message as Message
 from qwen_onnx.runners.text.prompts import Prompt as Prompt
-from qwen_onnx.runners.text.prompts import PromptEncoder, Tools
+from qwen_onnx.runners.text.prompts import PromptEncoder, PromptIds, Tools
 from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE
 from qwen_onnx.runners.text.vocabulary import Vocabulary
 
@@ -65,19 +65,21 @@ class Chat(Answers, Conversation):
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         escape_special: bool = False,
-    ) -> list[int]:
+        close_reasoning: bool = False,
+    ) -> PromptIds:
         """Token ids of a raw text, of ids (as they are), or of messages under the chat template.
 
         Args:
             add_generation_prompt: messages end where the model is to answer.
             chat_template, escape_special: as the options of `generate`.
+            close_reasoning: where the template begins the reasoning, end it: the answer comes at once.
 
         Raises:
             UserError: the export has no tokenizer or template, they refuse the input, or an id has no row.
         """
         return self.prompts.encode(
             prompt, tools=tools, enable_thinking=enable_thinking, add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template, escape_special=escape_special,
+            chat_template=chat_template, escape_special=escape_special, close_reasoning=close_reasoning,
         )  # fmt: skip
 
     def request(self, options: Given) -> Request:
@@ -168,27 +170,29 @@ class Chat(Answers, Conversation):
         ids = self.prompt_ids(prompt, add_generation_prompt=False) if prompt else []
         self._forget_other_than(ids)
 
-    def verified_ids(self, prompt: Prompt, options: Given) -> list[int]:
-        """The prompt's ids.
+    def verified_ids(self, prompt: Prompt, options: Given) -> PromptIds:
+        """The prompt's ids, as these options want them.
 
         Raises:
             UserError: whatever `generate` would refuse before any compute.
         """
         return self._encoded(prompt, self.request(options))
 
-    def _encoded(self, prompt: Prompt, request: Request) -> list[int]:
+    def _encoded(self, prompt: Prompt, request: Request) -> PromptIds:
         prompt_ids = self.prompt_ids(prompt, **request.of_prompt)
         verify_prompt(prompt_ids, self.runner.context_length)
         return prompt_ids
 
     def _sequence(self, prompt: Prompt, options: Given, started: float) -> Sequence:
         request = self.request(options)
+        prompt_ids = self._encoded(prompt, request)
         return Sequence(
-            self._encoded(prompt, request),
+            prompt_ids,
             request,
             self._vocabulary,
             context_length=self.runner.context_length,
             tokenizer=self.tokenizer,
+            begun=None if request.constraint else prompt_ids.begun,
             grammar=None if request.constraint is None else self._grammars.compile(request.constraint),
             speculate=self.runner.scores,
             started=started,

@@ -42,6 +42,7 @@ class Sequence:
         *,
         context_length: int,
         tokenizer: Tokenizer | None = None,
+        begun: bool | None = None,
         grammar: Grammar | None = None,
         speculate: bool = False,
         started: float | None = None,
@@ -50,6 +51,7 @@ class Sequence:
 
         Args:
             vocabulary: ids that name no token are never chosen.
+            begun: of an answer that may reason first: its prompt began the reasoning. None: all of it is answer.
             grammar: of the request's constraint.
             speculate: guess ids from what the sequence says already; for greedy requests.
             started: of time.perf_counter; now where it is None.
@@ -69,7 +71,7 @@ class Sequence:
         )
         # Of a grammar, an end token is chosen where nothing else is left.
         self._goes_on = request.ignore_eos and grammar is None
-        self._stream = TextStream(tokenizer, request.stops)
+        self._stream = TextStream(tokenizer, request.stops, begun=begun)
         self._lookup = PromptLookup(prompt_ids) if speculate else None
         self._alone = False
         self._started, self._first = time.perf_counter() if started is None else started, 0.0

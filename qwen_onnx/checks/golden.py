@@ -67,7 +67,10 @@ def golden_of(chat: Chat, manifest: Manifest) -> tuple[Golden | None, str]:
         write_manifest(folder, dataclasses.replace(manifest, golden=golden))
     except OSError as error:  # a folder that may only be read is no fault of the export
         return golden, f"made on the CPU provider, and not recorded ({error.strerror}); nothing was compared"
-    return golden, "recorded on the CPU provider, for later checks and other machines; nothing to compare with yet"
+    return (
+        golden,
+        "recorded on the CPU provider, for later checks and other machines; nothing to compare with yet",
+    )
 
 
 def greedy_along(greedy: Greedy, golden: Golden) -> Golden:

@@ -88,8 +88,8 @@ def compare_logits(
     agree = found.argmax(-1) == wanted.argmax(-1)
     ok = error <= bound and kl <= kl_bound and bool(np.all(agree | (best - rest < 2 * bound)))
     text = (
-        f"logits: against float64 over {len(wanted)} positions, {_IN_WORDS.get(dtype, dtype)}: top-1 agrees on {agree.mean():.0%}, "
-        f"KL {max(kl, 0):.1e} (bound {kl_bound:.0e}), largest difference {error:.1e} (bound {bound:.1e})"
+        f"logits: against float64 over {len(wanted)} positions, {_IN_WORDS.get(dtype, dtype)}: "
+        f"top-1 agrees on {agree.mean():.0%}, KL {max(kl, 0):.1e} (bound {kl_bound:.0e}), largest difference {error:.1e} (bound {bound:.1e})"
     )
     return Finding(ok, text)
 

@@ -11,7 +11,7 @@ from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.output import FinishReason
 from qwen_onnx.runners.sampling.request import Request
-from qwen_onnx.runners.text.reasoning import OPEN, ReasoningSplitter, Said, closed, split
+from qwen_onnx.runners.text.reasoning import ReasoningSplitter, Said, closed, split
 from qwen_onnx.runners.text.tool_calls import ToolCall, parse_tool_calls
 
 MOST_TOKENS = 1024
@@ -64,10 +64,11 @@ class Completion:
         """Of the tokens that were made; what was asked for beside them is kept.
 
         Args:
-            begun: as of `begins_reasoning`; None where the prompt is no chat: all that was said is text.
+            begun: as of PromptIds: None where the prompt is no chat: all that was said is text.
         """
         content = "".join(token.text for token in tokens)
-        said, calls = Said(answer=content) if begun is None else split(content, begun=begun), None
+        reasons = begun is not None and request.constraint is None
+        said, calls = split(content, begun=bool(begun)) if reasons else Said(answer=content), None
         text = said.answer
         if begun is not None and request.tools:
             text, calls = parse_tool_calls(text)
@@ -83,7 +84,7 @@ class Completion:
             logprobs=None if request.logprobs is None else [_logprob(token) for token in tokens],
             reasoning=said.reasoning or None,
             tool_calls=calls,
-            content=content if begun is None else closed(content, begun=begun),
+            content=closed(content, begun=bool(begun)) if reasons else content,
         )
 
     def as_json(self, chat: Chat) -> dict[str, object]:
@@ -116,9 +117,8 @@ def complete(
     """
     request = chat.request(asked)
     prompt_ids = chat.prompt_ids(prompt, **request.of_prompt)
-    chatting = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt[:1])
-    begun = begins_reasoning(chat, prompt_ids) if chatting else None
-    splitter = None if begun is None else ReasoningSplitter(begun=begun)
+    begun = prompt_ids.begun
+    splitter = None if begun is None or request.constraint is not None else ReasoningSplitter(begun=begun)
     tokens: list[Token] = []
     # Nothing asked for is nothing missing: max_new_tokens 0 ends by length.
     reason = FinishReason.LENGTH
@@ -150,14 +150,6 @@ def verify_for_template(chat: Chat, asked: Given) -> None:
         )
     if asked.get("tools") is not None and "tools" not in source:
         raise UserError(f"{chat.runner.folder}: its chat template shows no tools to the model")
-
-
-def begins_reasoning(chat: Chat, prompt_ids: list[int]) -> bool:
-    """The chat template began the reasoning already, as those of models do that always think."""
-    if chat.tokenizer is None:
-        return False
-    end = chat.tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False)
-    return end.rstrip().endswith(OPEN)
 
 
 def _logprob(token: Token) -> TokenLogprob:

@@ -117,7 +117,8 @@ class Request(SamplingParams):
         (), Texts(), "End before this text; may be repeated.", PANEL, metavar="TEXT", config_key="stop_strings",
         setting=SAME, of_lines=True, about="End the answer before this text, or the first of several.",
     )  # fmt: skip
-    """They may span tokens, and are not part of the text. Special tokens have no text: they do not count."""
+    """They may span tokens, and are not part of the text. Special tokens have no text: they do not count. Nor does
+    the reasoning before an answer."""
     ignore_eos: bool = declare(
         False, Switch(), "Go on after an end token.", PANEL, flag="--ignore-eos", setting=SAME
     )
@@ -172,7 +173,9 @@ class Request(SamplingParams):
     @property
     def of_prompt(self) -> dict[str, Any]:
         """What `Chat.prompt_ids` takes of it."""
-        return {name: getattr(self, name) for name in _OF_PROMPT}
+        asked = {name: getattr(self, name) for name in _OF_PROMPT}
+        # The whole answer is held to a constraint: no reasoning comes before it.
+        return asked | {"close_reasoning": self.constraint is not None}
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from qwen_onnx.runners.text.escape import Escape
 from qwen_onnx.runners.text.messages import Message as Message
 from qwen_onnx.runners.text.messages import verified_messages as verified_messages
 from qwen_onnx.runners.text.messages import with_decoded_arguments
+from qwen_onnx.runners.text.reasoning import CLOSE, OPEN
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate, special_tokens
 from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer, has_tokenizer
 
@@ -20,6 +21,13 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """A raw text, token ids, or chat messages."""
 Tools = Sequence[Mapping[str, object]]
 """JSON schemas of functions, as OpenAI's API has them."""
+
+
+class PromptIds(list[int]):
+    """Token ids of a prompt, and whether an answer to them may reason first."""
+
+    begun: bool | None = None
+    """Of a chat: its template began the reasoning already (`<think>` is its end). None: text to go on with."""
 
 
 class PromptEncoder:
@@ -66,21 +74,22 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         escape_special: bool = False,
-    ) -> list[int]:
+        close_reasoning: bool = False,
+    ) -> PromptIds:
         """See `Chat.prompt_ids`."""
         if isinstance(prompt, str):
-            return self._raw(prompt, escape_special=escape_special)
+            return PromptIds(self._raw(prompt, escape_special=escape_special))
         if not isinstance(prompt, Iterable):
             raise UserError(
                 f"a prompt is a text, a list of token ids or a list of messages; found {prompt!r}"
             )
-        prompt = list(prompt)  # type: ignore[assignment]
+        prompt = prompt if isinstance(prompt, PromptIds) else list(prompt)  # type: ignore[assignment]
         ids = [item for item in prompt if isinstance(item, int | np.integer) and not isinstance(item, bool)]
         if len(ids) == len(prompt):
             for token_id in ids:  # now, as Python's numbers: an int64 would not hold each of them
                 if not 0 <= token_id < self._rows:
                     raise UserError(f"token id {token_id} is outside the embedding's {self._rows} rows")
-            return [int(token_id) for token_id in ids]
+            return prompt if isinstance(prompt, PromptIds) else PromptIds(map(int, ids))
         if not all(isinstance(item, Mapping) for item in prompt):
             raise UserError("a prompt is a text, a list of token ids or a list of messages, not a mixture")
         template = self.template_for(chat_template, tools=bool(tools))
@@ -97,7 +106,14 @@ class PromptEncoder:
             enable_thinking=enable_thinking,
             add_generation_prompt=add_generation_prompt,
         )
-        return escape.encode(text) if escape else self._tokenizer().encode(text, add_special_tokens=False)
+        begun = text.rstrip().endswith(OPEN)
+        if begun and close_reasoning:  # as templates write reasoning that is switched off
+            text, begun = f"{text.rstrip()}\n\n{CLOSE}\n\n", False
+        found = PromptIds(
+            escape.encode(text) if escape else self._tokenizer().encode(text, add_special_tokens=False)
+        )
+        found.begun = begun
+        return found
 
     def _raw(self, text: str, *, escape_special: bool) -> list[int]:
         tokenizer = self._tokenizer()

@@ -72,9 +72,51 @@ class ReasoningSplitter:
         return text
 
 
+class AnswerStart:
+    """Parts the text of an answer where its reasoning ends, and leaves the tags and line ends in the first part."""
+
+    def __init__(self, *, begun: bool) -> None:
+        """`begun` as of ReasoningSplitter."""
+        self._tag, self._held, self._found = CLOSE if begun else OPEN, "", False
+
+    def push(self, text: str, *, last: bool = False) -> tuple[str, str]:
+        """Take the next text: what of it comes before the answer, and what is of it.
+
+        Args:
+            last: no more text comes, so that what was held back does.
+        """
+        if self._found:
+            return "", text
+        held, passed = self._held + text, ""
+        if self._tag == OPEN:
+            start = held.lstrip()
+            if OPEN.startswith(start) and not last:
+                self._held = held
+                return "", ""
+            self._tag = CLOSE if start.startswith(OPEN) else ""
+            if not self._tag:
+                self._found = True
+                return "", held
+        if self._tag == CLOSE:
+            before, tag, held = held.partition(CLOSE)
+            if not tag:
+                kept = 0 if last else _begun_tag(before)
+                self._held = before[len(before) - kept :]
+                return before[: len(before) - kept], ""
+            self._tag, passed = "", before + tag
+        answer = held.lstrip("\n")
+        self._held, self._found = "", bool(answer)
+        return passed + held[: len(held) - len(answer)], answer
+
+
+def _begun_tag(text: str) -> int:
+    """Length of the end of `text` that the closing tag may begin with."""
+    return next((count for count in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:count])), 0)
+
+
 def _undecided(text: str) -> int:
     """Length of the end of `text` that may be line ends before the closing tag, or a part of it."""
-    kept = next((count for count in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:count])), 0)
+    kept = _begun_tag(text)
     body = text[: len(text) - kept]
     return kept + len(body) - len(body.rstrip("\n"))
 

@@ -12,6 +12,7 @@ import pytest
 from qwen_onnx import UserError, load
 from qwen_onnx.cli.chat.conversation import Conversation, with_room
 from qwen_onnx.cli.chat.settings import changed, settings
+from qwen_onnx.runners.text.prompts import PromptIds
 from support.chats import endless, tiny
 from support.repl import CTRL_D, ScriptedChat, talk, users
 
@@ -53,9 +54,9 @@ def test_the_result_of_a_tool_is_no_turn_of_its_own() -> None:
 class LongChat(ScriptedChat):
     """A token for each character of the messages; the context holds 100."""
 
-    def prompt_ids(self, prompt: Any, **_: Any) -> list[int]:
+    def prompt_ids(self, prompt: Any, **_: Any) -> PromptIds:
         super().prompt_ids(prompt)
-        return [1] * sum(len(message["content"]) for message in prompt)
+        return PromptIds([1] * sum(len(message["content"]) for message in prompt))
 
 
 def test_a_full_context_drops_the_oldest_turns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,4 +228,4 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     }.items():
         assert line in command("score", tiny(), tmp_path / name, "--provider", "cpu").error
     assert "not UTF-8 (byte 0)" in command("score", tiny(), "-", "--provider", "cpu", stdin=b"\xff").error
-    assert "no such export" in command("score", tmp_path / "none", tmp_path / "letter").error
+    assert "no such folder" in command("score", tmp_path / "none", tmp_path / "letter").error

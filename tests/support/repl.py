@@ -13,6 +13,7 @@ from qwen_onnx.runners.output import FinishReason, Token
 from qwen_onnx.runners.sampling.generation_config import GenerationConfig
 from qwen_onnx.runners.sampling.params import merged
 from qwen_onnx.runners.sampling.request import Request
+from qwen_onnx.runners.text.prompts import PromptIds
 
 CTRL_C, CTRL_D = KeyboardInterrupt(), EOFError()
 
@@ -27,9 +28,9 @@ class ScriptedChat:
         self.runner = SimpleNamespace(context_length=100, manifest=SimpleNamespace(model_id="a/model"))
         self._answers = list(answers)
 
-    def prompt_ids(self, prompt: Any, **_: Any) -> list[int]:
+    def prompt_ids(self, prompt: Any, **_: Any) -> PromptIds:
         self._prompt = prompt
-        return [1, 2, 3]
+        return PromptIds([1, 2, 3])
 
     def rewind(self, prompt: Any) -> None:
         self.context_used = len(prompt)

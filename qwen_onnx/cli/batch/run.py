@@ -19,7 +19,7 @@ from rich.progress import TimeElapsedColumn
 
 from qwen_onnx.cli.batch.input import Line, parse_line, parse_object, read_lines
 from qwen_onnx.cli.batch.output import Results
-from qwen_onnx.cli.completion import Completion, begins_reasoning
+from qwen_onnx.cli.completion import Completion
 from qwen_onnx.cli.terminal.bar import progress_bar
 from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.errors import OutOfMemoryError, UserError
@@ -28,6 +28,7 @@ from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.generate import verify_batch
 from qwen_onnx.runners.output import FinishReason
 from qwen_onnx.runners.runtime.session import onnxruntime_version
+from qwen_onnx.runners.text.prompts import PromptIds
 
 BATCH_SIZE = 8
 WINDOW = 4
@@ -69,9 +70,7 @@ class _Item:
     line: Line
     key: str
     asked: Given
-    prompt_ids: list[int] = dataclasses.field(default_factory=list)
-    begun: bool | None = None
-    """As of `Completion.of`."""
+    prompt_ids: PromptIds = dataclasses.field(default_factory=PromptIds)
     echoed: Result = dataclasses.field(default_factory=dict)
     """Its id, where it has one."""
     result: Result | None = None
@@ -83,7 +82,9 @@ class _Item:
     def answer(self, chat: Chat, tokens: Sequence[Token], reason: FinishReason) -> None:
         """What `run --json` prints, but for the prompt's ids, and for times: the same again gives the same line."""
         fields = dataclasses.asdict(
-            Completion.of(self.prompt_ids, tokens, chat.request(self.asked), reason, begun=self.begun)
+            Completion.of(
+                self.prompt_ids, tokens, chat.request(self.asked), reason, begun=self.prompt_ids.begun
+            )
         )
         names = (
             "text", "reasoning", "tool_calls", "token_ids", "finish_reason", "top_logits", "logprobs",
@@ -161,7 +162,6 @@ def _item(chat: Chat, line: Line, key: str, asked: Given, *, raw: bool, system: 
         item.echoed = {"id": value["id"]} if "id" in value else {}
         prompt, item.asked = parse_line(value, asked, raw=raw, system=system)
         item.prompt_ids = chat.verified_ids(prompt, item.asked)
-        item.begun = None if isinstance(prompt, str) else begins_reasoning(chat, item.prompt_ids)
     except UserError as error:
         item.fail(error)
     return item

@@ -62,7 +62,8 @@ def _run(folder: Path, manifest: Manifest) -> list[str]:
 
 def _first_prompt(chat: Chat) -> tuple[list[int], list[str]]:
     """Ids of a question, in the model's own template, and notes; of anything where they say none."""
-    ids, notes = [], []
+    ids: list[int] = []
+    notes: list[str] = []
     if chat.tokenizer is not None:
         ids = chat.prompt_ids("Hi")
         try:
