@@ -62,7 +62,8 @@ def check_quality(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Fin
     return Finding(
         True,
         f"quality: against the checkpoint in float64 over {len(found)} positions of a fixed text: "
-        f"top-1 agrees on {agree:.0%}, KL {kl:.1e}",
+        f"top-1 agrees on {agree.mean():.0%}, KL {max(kl, 0):.1e} (bound {kl_bound:.0e}), "
+        f"largest difference {error:.1e} (bound {bound:.1e})"
     )
 
 
