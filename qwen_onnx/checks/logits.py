@@ -62,8 +62,7 @@ def check_quality(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Fin
     return Finding(
         True,
         f"quality: against the checkpoint in float64 over {len(found)} positions of a fixed text: "
-        f"top-1 agrees on {agree.mean():.0%}, KL {max(kl, 0):.1e} (bound {kl_bound:.0e}), "
-        f"largest difference {error:.1e} (bound {bound:.1e})"
+        f"top-1 agrees on {agree:.0%}, KL {kl:.1e}",
     )
 
 
@@ -90,7 +89,8 @@ def compare_logits(
     ok = error <= bound and kl <= kl_bound and bool(np.all(agree | (best - rest < 2 * bound)))
     text = (
         f"logits: against float64 over {len(wanted)} positions, {_IN_WORDS.get(dtype, dtype)}: "
-        f"top-1 agrees on {agree.mean():.0%}, KL {max(kl, 0):.1e} (bound {kl_bound:.0e}), largest difference {error:.1e} (bound {bound:.1e})"
+        f"top-1 agrees on {agree.mean():.0%}, KL {max(kl, 0):.1e} (bound {kl_bound:.0e}), "
+        f"largest difference {error:.1e} (bound {bound:.1e})"
     )
     return Finding(ok, text)
 
