@@ -44,7 +44,7 @@ class ExportOptions(Options):
     )
     force: bool = declare(False, Switch(), "Replace an earlier export at OUT.", _EXPORT, flag="--force")
     check: bool = declare(
-        True, Switch(), "Run a token of the export at its end.", _EXPORT,
+        True, Switch(), "Run a token at the end; default on.", _EXPORT,
         about="Look for tensors of one number before, and run a token at the end: what would not run is refused.",
     )  # fmt: skip
     block_size: int | None = declare(

@@ -330,7 +330,7 @@ class TestLocal:
 
     @pytest.mark.parametrize(
         "model",
-        ["", "a/b/c", "org/", "https://huggingface.co/Qwen/Qwen3-0.6B", "-x", "org/na me", "org/a\0", "ä/b"],
+        ["", "a/b/c", "https://huggingface.co/Qwen/Qwen3-0.6B", "-x", "org/na me", "org/a\0", "ä/b"],
     )
     def test_neither_a_folder_nor_an_id(self, model: str) -> None:
         with pytest.raises(UserError, match="neither a folder here nor a Hub id"):
