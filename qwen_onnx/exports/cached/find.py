@@ -73,7 +73,9 @@ def exported(model: str, asked: ModelOptions, tell: Callable[[str], None]) -> Pa
     found = given if (given / MANIFEST_FILE).exists() else None
     if found is None and given.is_dir() and not (given / "config.json").exists():
         if gguf := next(iter(sorted(given.glob("*.gguf"))), None):
-            raise UserError(f"{gguf}: GGUF is not read; give the safetensors checkpoint that it was made from")
+            raise UserError(
+                f"{gguf}: GGUF is not read; give the safetensors checkpoint that it was made from"
+            )
         raise UserError(
             f"{given}: neither an export ({MANIFEST_FILE} is missing) nor a checkpoint (config.json is missing)"
         )

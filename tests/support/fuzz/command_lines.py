@@ -60,7 +60,7 @@ def damaged_command(rng: random.Random, export: Path, checkpoint: Path, scratch:
         ran = command(*arguments, stdin=stdin)
     assert "Traceback" not in ran.err
     if ran.code == 2:
-        assert ran.error.endswith("--help")
+        assert ran.err.rstrip().endswith("--help")
         assert not ran.out
         raise UserError("usage")
     if ran.code == 1 and not ran.out.startswith("MISMATCH: "):
