@@ -66,6 +66,7 @@ class Chat(Answers, Conversation):
         chat_template: str | None = None,
         escape_special: bool = False,
         close_reasoning: bool = False,
+        most: int | None = None,
     ) -> PromptIds:
         """Token ids of a raw text, of ids (as they are), or of messages under the chat template.
 
@@ -73,6 +74,7 @@ class Chat(Answers, Conversation):
             add_generation_prompt: messages end where the model is to answer.
             chat_template, escape_special: as the options of `generate`.
             close_reasoning: where the template begins the reasoning, end it: the answer comes at once.
+            most: tokens that the text may be; one that is far longer is refused before all of it is encoded.
 
         Raises:
             UserError: the export has no tokenizer or template, they refuse the input, or an id has no row.
@@ -80,6 +82,7 @@ class Chat(Answers, Conversation):
         return self.prompts.encode(
             prompt, tools=tools, enable_thinking=enable_thinking, add_generation_prompt=add_generation_prompt,
             chat_template=chat_template, escape_special=escape_special, close_reasoning=close_reasoning,
+            most=most,
         )  # fmt: skip
 
     def request(self, options: Given) -> Request:
@@ -179,7 +182,7 @@ class Chat(Answers, Conversation):
         return self._encoded(prompt, self.request(options))
 
     def _encoded(self, prompt: Prompt, request: Request) -> PromptIds:
-        prompt_ids = self.prompt_ids(prompt, **request.of_prompt)
+        prompt_ids = self.prompt_ids(prompt, **request.of_prompt, most=self.runner.context_length)
         verify_prompt(prompt_ids, self.runner.context_length)
         return prompt_ids
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer, show, tell
 from qwen_onnx.errors import UserError
 
@@ -27,7 +27,7 @@ def cache_list(
     exports = list_exports(cache_folder(cache_dir))
     if as_json:
         listed = [{"name": e.name, "model": e.model_id, "dtype": e.dtype, "bytes": e.size} for e in exports]
-        answer(json.dumps(listed))
+        answer(as_json_line(listed))
         return
     for export in exports:
         show(f"{export.size:>15,}  {export.name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from qwen_onnx.checkpoints import DEFAULT_MODEL
 from qwen_onnx.cli.cache import cache_app
 from qwen_onnx.cli.flags import flags
 from qwen_onnx.cli.run_options import RunOptions
+from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer, show, tell
 from qwen_onnx.cli.web.options import WebOptions
 from qwen_onnx.exports.cached.options import ModelOptions
@@ -205,7 +205,7 @@ def bench(
     found = run_benchmark(
         folder, options, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
     )
-    answer(json.dumps(to_json(found))) if as_json else show(*as_lines(found))
+    answer(as_json_line(to_json(found))) if as_json else show(*as_lines(found))
 
 
 @app.command()

@@ -87,6 +87,16 @@ class Completion:
             content=closed(content, begun=bool(begun)) if reasons else content,
         )
 
+    def cut(self, request: Request) -> str | None:
+        """Why the text is only the beginning of what was asked for, where it is."""
+        if request.constraint is None or self.finish_reason not in ("length", "context", "stop"):
+            return None
+        how = {"length": "more --max-new-tokens", "context": "a larger --max-context", "stop": "no --stop"}
+        return (
+            f"the answer ends after {len(self.token_ids)} tokens ({self.finish_reason}), and is only the beginning "
+            f"of what {request.constraint.kind} asks for; {how[self.finish_reason]} wanted"
+        )
+
     def as_json(self, chat: Chat) -> dict[str, object]:
         """What `run --json` prints."""
         fields: dict[str, object] = dataclasses.asdict(self)
@@ -116,7 +126,7 @@ def complete(
         UserError: as `Chat.generate`.
     """
     request = chat.request(asked)
-    prompt_ids = chat.prompt_ids(prompt, **request.of_prompt)
+    prompt_ids = chat.prompt_ids(prompt, **request.of_prompt, most=chat.runner.context_length)
     begun = prompt_ids.begun
     splitter = None if begun is None or request.constraint is not None else ReasoningSplitter(begun=begun)
     tokens: list[Token] = []

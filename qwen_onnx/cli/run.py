@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import os
 import signal
+import stat
 import sys
 from typing import TextIO
 
@@ -16,6 +17,7 @@ from qwen_onnx.cli.completion import bounded, complete, verify_for_template
 from qwen_onnx.cli.open_model import open_chat
 from qwen_onnx.cli.printer import Printer, print_stats, print_verbose
 from qwen_onnx.cli.run_options import RunOptions
+from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer, has_colors, tell
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.cached.options import ModelOptions
@@ -91,7 +93,7 @@ def _complete(
         on_token=lambda token, said: None if options.json else printer.print_token(token, said),
     )
     if options.json:
-        answer(json.dumps(result.as_json(chat)))
+        answer(as_json_line(result.as_json(chat)))
     else:
         printer.end()
         known = "max_new_tokens" in asked and chat.request(asked).constraint is None
@@ -99,6 +101,8 @@ def _complete(
             tell(f"({result.finish_reason})")
     if options.stats:
         print_stats(chat, result)
+    if (cut := result.cut(chat.request(asked))) is not None:
+        raise UserError(cut)
     return 130 if result.finish_reason == "interrupted" else 0
 
 
@@ -143,18 +147,31 @@ def _stdin() -> TextIO:
     return sys.stdin
 
 
+def _is_piped() -> bool:
+    """A file or a pipe is on stdin; no terminal, no device as /dev/null, and none that is closed."""
+    if sys.stdin is None:
+        return False
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # no file of the system's: something in its place, or closed
+        return not sys.stdin.closed and not sys.stdin.isatty()
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
+
+
 def _prompt(options: RunOptions) -> str | list[int] | list[Message]:
     if options.prompt_ids is not None:
         try:
             return [int(part) for part in options.prompt_ids.split(",")]
         except ValueError:
             raise UserError(f"--prompt-ids {options.prompt_ids!r}: whole numbers wanted, as 1,2,3") from None
-    text = None if options.prompt is None else as_typed(options.prompt)
-    if text is None:
+    text = "" if options.prompt is None else as_typed(options.prompt)
+    if options.prompt is None or _is_piped():
         try:
-            text = as_typed(_stdin().read().removesuffix("\n"))
+            piped = as_typed(_stdin().read().removesuffix("\n"))
         except UnicodeDecodeError as error:
             raise UserError(f"stdin is not {error.encoding} text ({error.reason})") from None
+        # As elsewhere: the question, then what it is about.
+        text = piped if options.prompt is None else f"{text}\n\n{piped}" if piped.strip() else text
     if options.raw:
         return text
     system: list[Message] = (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from qwen_onnx.cli.open_model import open_chat
+from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.cached.options import ModelOptions
@@ -38,7 +38,7 @@ def score_file(
             f"note: longer than the context: {score.windows} windows of {context} tokens, each moved on by half"
         )
     if as_json:
-        return [json.dumps(_as_json(chat, score))]
+        return [as_json_line(_as_json(chat, score))]
     table = [_line(chat, *token) for token in zip(score.token_ids, score.logprobs, strict=True)]
     return [*(table if tokens else []), *_summary(score)]
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.sampling.schema import closed, combined_definitions, unwrapped, verify_keywords
 from qwen_onnx.runners.sampling.schema_bounds import LONGEST_REGEX, LONGEST_SCHEMA, verify_schema
 
 _LONGEST = {"json_schema": LONGEST_SCHEMA, "regex": LONGEST_REGEX}
@@ -31,12 +32,16 @@ class Constraint:
 
 
 def as_constraint(
-    *, json_schema: Mapping[str, object] | bool | str | None = None, regex: str | None = None
+    *,
+    json_schema: Mapping[str, object] | bool | str | None = None,
+    regex: str | None = None,
+    additional_properties: bool = False,
 ) -> Constraint | None:
     """The one that is asked for, or None.
 
     Args:
         json_schema: a JSON Schema (draft 2020-12) as Python values, or as a JSON text.
+        additional_properties: objects may have properties that the schema does not name.
         regex: what the whole answer matches, in the syntax of Rust's `regex`: no look-around, no backreferences.
 
     Raises:
@@ -50,17 +55,25 @@ def as_constraint(
         if any("\ud800" <= char <= "\udfff" for char in regex):
             raise UserError("regex holds half of a surrogate pair: no text matches it")
         return Constraint("regex", regex)
-    return None if json_schema is None else Constraint("json_schema", _schema_text(json_schema))
+    return (
+        None
+        if json_schema is None
+        else Constraint("json_schema", _schema_text(json_schema, additional_properties))
+    )
 
 
-def _schema_text(schema: object) -> str:
+def _schema_text(schema: object, additional_properties: bool) -> str:
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         if value is True:
             value = {}
         if not isinstance(value, Mapping):
             raise UserError(f"json_schema {value!r}: an object, or true, wanted")
+        value = unwrapped(value)
         verify_schema(value)
+        verify_keywords(value)
+        if not additional_properties and not combined_definitions(value):
+            value = closed(value)
         return json.dumps(value, allow_nan=False)  # in the order of its properties, which answers keep
     except RecursionError:
         raise UserError("json_schema is nested too deeply") from None

@@ -124,12 +124,18 @@ class Request(SamplingParams):
     )
     json_schema: Mapping[str, object] | bool | str | None = declare(
         None, Schema(), "The answer is JSON of this schema.", PANEL, metavar="FILE", read=read_schema, hash=False,
+        of_lines=True,
         about="The answer is JSON of this schema: Python values, or JSON text.",
     )  # fmt: skip
     """The whole answer is, with no reasoning before it. It ends with an end token (`eos`) where its text is complete:
     never before, and there whatever `min_new_tokens` and `ignore_eos` say if nothing else can come. What else ends it
     (`length`, `context`, `stop`) leaves the beginning of such a text."""
-    regex: str | None = declare(None, Text(), "The answer matches this expression.", PANEL)
+    additional_properties: bool = declare(
+        False, Switch(), "Objects of --json-schema may have more keys.", PANEL, flag="--additional-properties",
+        hidden=True, of_lines=True,
+        about="Objects of json_schema may have keys that it does not name; else they do only where it says so.",
+    )  # fmt: skip
+    regex: str | None = declare(None, Text(), "The answer matches this expression.", PANEL, of_lines=True)
     """The whole answer does, as with `json_schema`; in the syntax of Rust's `regex`."""
     logprobs: int | None = declare(
         None, Count(), "Log probabilities, K best too.", _OUTPUT, metavar="K", setting=SAME,
@@ -140,11 +146,12 @@ class Request(SamplingParams):
         about="Report the K best tokens of each step.",
     )  # fmt: skip
     enable_thinking: bool | None = declare(
-        None, Switch(), "Reason first, or not.", _CHAT, flag="--think/--no-think", setting="think",
+        None, Switch(), "Reason first, or not.", _CHAT, flag="--think/--no-think", setting="think", of_lines=True,
         about="Have the model reason first, or not; default as the chat template says.",
     )  # fmt: skip
     tools: Sequence[Mapping[str, object]] | None = declare(
         None, Tools(), "Functions, as a JSON list.", _CHAT, metavar="FILE", read=read_tools, hash=False,
+        of_lines=True,
         about="Functions that the model may call, as OpenAI's API describes them.",
     )  # fmt: skip
     chat_template: str | None = declare(
@@ -168,7 +175,9 @@ class Request(SamplingParams):
     @functools.cached_property
     def constraint(self) -> Constraint | None:
         """What the answer's text must be."""
-        return as_constraint(json_schema=self.json_schema, regex=self.regex)
+        return as_constraint(
+            json_schema=self.json_schema, regex=self.regex, additional_properties=self.additional_properties
+        )
 
     @property
     def of_prompt(self) -> dict[str, Any]:

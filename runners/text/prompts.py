@@ -75,9 +75,12 @@ class PromptEncoder:
         chat_template: str | None = None,
         escape_special: bool = False,
         close_reasoning: bool = False,
+        most: int | None = None,
     ) -> PromptIds:
         """See `Chat.prompt_ids`."""
         if isinstance(prompt, str):
+            if most is not None:
+                self._tokenizer().verify_length(prompt, most)
             return PromptIds(self._raw(prompt, escape_special=escape_special))
         if not isinstance(prompt, Iterable):
             raise UserError(
@@ -106,6 +109,8 @@ class PromptEncoder:
             enable_thinking=enable_thinking,
             add_generation_prompt=add_generation_prompt,
         )
+        if most is not None:
+            self._tokenizer().verify_length(text, most)
         begun = text.rstrip().endswith(OPEN)
         if begun and close_reasoning:  # as templates write reasoning that is switched off
             text, begun = f"{text.rstrip()}\n\n{CLOSE}\n\n", False

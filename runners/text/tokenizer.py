@@ -27,6 +27,10 @@ _QWEN2_SPLIT = (
 
 # Far above every real vocabulary: one stray id of four billion in a damaged file must not size our arrays.
 _LARGEST_ID = 2**24
+_CHARACTERS = 8
+"""A token is hardly longer, on average: so much of a text is encoded to know that it is too long."""
+_CUT = 64
+"""Tokens more than a whole text may have, where it is cut in the middle of one."""
 
 
 class Tokenizer:
@@ -91,6 +95,20 @@ class Tokenizer:
     def backend(self) -> tokenizers.Tokenizer:
         """The tokenizers object itself."""
         return self._backend
+
+    def verify_length(self, text: str, most: int) -> None:
+        """Raises UserError where the beginning of a text is more than so many tokens: the rest is not looked at.
+
+        A text of megabytes takes a minute and gigabytes to encode.
+        """
+        size = _CHARACTERS * most
+        while size < len(text):
+            if (count := len(self.encode(text[:size], add_special_tokens=False))) > most + _CUT:
+                raise UserError(
+                    f"the prompt has {len(text):,} characters, of which the first {size:,} are {count:,} tokens; "
+                    f"the context holds {most:,} with the answer"
+                )
+            size *= 2
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`. Nothing is inserted but what the tokenizer's own post-processor inserts.

@@ -30,7 +30,9 @@ class ScriptedChat:
 
     def prompt_ids(self, prompt: Any, **_: Any) -> PromptIds:
         self._prompt = prompt
-        return PromptIds([1, 2, 3])
+        ids = PromptIds([1, 2, 3])
+        ids.begun = None if isinstance(prompt, str) else False
+        return ids
 
     def rewind(self, prompt: Any) -> None:
         self.context_used = len(prompt)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from qwen_onnx.errors import UserError
@@ -128,3 +131,23 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+@contextlib.contextmanager
+def open_input(file: str) -> Iterator[BinaryIO]:
+    """The file, or stdin for `-`.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if file == "-":
+        if sys.stdin is None:  # closed, as `<&-` does
+            raise UserError("stdin is closed: --batch - reads it")
+        yield sys.stdin.buffer
+        return
+    try:
+        stream = Path(file).open("rb")
+    except (OSError, ValueError) as error:  # a null byte in the name
+        raise UserError(f"--batch {file}: {getattr(error, 'strerror', None) or error}") from None
+    with stream:
+        yield stream

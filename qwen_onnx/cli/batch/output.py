@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from qwen_onnx.cli.batch.input import Line
+from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.publish.output_folder import disk_errors_in_words
@@ -64,7 +65,7 @@ class Results:
         Raises:
             UserError: the file cannot be written; what was written of the line is taken back.
         """
-        text = json.dumps({"line": line.number, "key": key, **result})
+        text = as_json_line({"line": line.number, "key": key, **result})
         if self._file is None or self._out is None:
             answer(text)
         else:

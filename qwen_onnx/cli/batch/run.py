@@ -17,9 +17,9 @@ from typing import BinaryIO, Self
 
 from rich.progress import TimeElapsedColumn
 
-from qwen_onnx.cli.batch.input import Line, parse_line, parse_object, read_lines
+from qwen_onnx.cli.batch.input import Line, open_input, parse_line, parse_object, read_lines
 from qwen_onnx.cli.batch.output import Results
-from qwen_onnx.cli.completion import Completion
+from qwen_onnx.cli.completion import Completion, verify_for_template
 from qwen_onnx.cli.terminal.bar import progress_bar
 from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.errors import OutOfMemoryError, UserError
@@ -56,7 +56,7 @@ class BatchOptions:
 
 def verify_batch_files(options: BatchOptions) -> None:
     """Raises UserError where the files cannot be opened: before a model is."""
-    with _input(options.file):
+    with open_input(options.file):
         pass
     out = options.out
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
@@ -81,16 +81,16 @@ class _Item:
 
     def answer(self, chat: Chat, tokens: Sequence[Token], reason: FinishReason) -> None:
         """What `run --json` prints, but for the prompt's ids, and for times: the same again gives the same line."""
-        fields = dataclasses.asdict(
-            Completion.of(
-                self.prompt_ids, tokens, chat.request(self.asked), reason, begun=self.prompt_ids.begun
-            )
-        )
+        request = chat.request(self.asked)
+        found = Completion.of(self.prompt_ids, tokens, request, reason, begun=self.prompt_ids.begun)
+        fields = dataclasses.asdict(found)
         names = (
             "text", "reasoning", "tool_calls", "token_ids", "finish_reason", "top_logits", "logprobs",
         )  # fmt: skip
         kept = {name: fields[name] for name in names if fields[name] is not None}
         self.result = {**self.echoed, **kept, "prompt_tokens": len(self.prompt_ids)}
+        if (cut := found.cut(request)) is not None:
+            self.result["error"] = cut
         self.new_tokens = len(tokens)
 
 
@@ -113,7 +113,7 @@ def complete_file(
         UserError: nothing of it can be done; or, once all is done, some lines could not be answered.
     """
     verify_batch(chat.runner, options.size)
-    started, new_tokens = time.perf_counter(), 0
+    started, new_tokens, answered = time.perf_counter(), 0, 0
     runner = chat.runner
     held = [
         *(runner.manifest.files, runner.context_length, chat.request(asked), raw, system, runner.describe()),
@@ -126,7 +126,7 @@ def complete_file(
         digest.update(line.content)
         return line, digest.hexdigest()[:16]
 
-    with _input(options.file) as stream, Results(options.out) as results, _bar(stream, options) as show:
+    with open_input(options.file) as stream, Results(options.out) as results, _bar(stream, options) as show:
         try:
             lines = results.remaining(map(keyed, read_lines(stream, options.file)))
             # One at a time, each is answered as it comes.
@@ -137,7 +137,7 @@ def complete_file(
                     if "error" in result:
                         tell(f"line {item.line.number}: {result['error']}")
                     results.write(item.line, item.key, result)
-                    new_tokens += item.new_tokens
+                    new_tokens, answered = new_tokens + item.new_tokens, answered + 1
                     show(results, item.line.end)
         except KeyboardInterrupt:
             then = "" if options.out is None else "; the same command goes on from there"
@@ -147,6 +147,12 @@ def complete_file(
         words = f"{results.done} lines, {results.failed} failed, {new_tokens} new tokens"
         speed = new_tokens / (time.perf_counter() - started)
         tell(f"{words}, {speed:.1f} tokens/s, {chat.runner.describe()}")
+    if options.out is not None:
+        earlier = results.done - answered
+        tell(
+            f"{options.out}: {results.done} lines, {results.failed} of them failed"
+            + (f"; {earlier} were there already" if earlier else "")
+        )
     if results.failed:
         raise UserError(
             f"{results.failed} of {results.done} lines could not be answered; the others are done"
@@ -161,6 +167,7 @@ def _item(chat: Chat, line: Line, key: str, asked: Given, *, raw: bool, system: 
         value = parse_object(line.content)
         item.echoed = {"id": value["id"]} if "id" in value else {}
         prompt, item.asked = parse_line(value, asked, raw=raw, system=system)
+        verify_for_template(chat, item.asked)
         item.prompt_ids = chat.verified_ids(prompt, item.asked)
     except UserError as error:
         item.fail(error)
@@ -213,21 +220,6 @@ def _together(chat: Chat, batch: Sequence[_Item]) -> Iterator[_Item]:
         if item.result is None:
             item.answer(chat, [], FinishReason.LENGTH)
             yield item
-
-
-@contextlib.contextmanager
-def _input(file: str) -> Iterator[BinaryIO]:
-    if file == "-":
-        if sys.stdin is None:  # closed, as `<&-` does
-            raise UserError("stdin is closed: --batch - reads it")
-        yield sys.stdin.buffer
-        return
-    try:
-        stream = Path(file).open("rb")  # noqa: SIM115 - here are its errors, below it is closed
-    except (OSError, ValueError) as error:  # a null byte in the name
-        raise UserError(f"--batch {file}: {getattr(error, 'strerror', None) or error}") from None
-    with stream:
-        yield stream
 
 
 @contextlib.contextmanager

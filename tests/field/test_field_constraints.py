@@ -1,0 +1,188 @@
+"""Schemas as people send them, answers that are cut off, prompts that are piped in, what a batch line may ask."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwen_onnx import UserError, load
+from qwen_onnx.runners.sampling.constraint import as_constraint
+from qwen_onnx.runners.sampling.schema import closed
+from support.chats import endless, tiny
+from support.command import command
+from support.refusals import refused
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+
+
+def text_of(schema: Any, **options: bool) -> dict[str, Any]:
+    """The schema that answers are held to."""
+    constraint = as_constraint(json_schema=schema, **options)
+    assert constraint is not None
+    found: dict[str, Any] = json.loads(constraint.text)
+    return found
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        {"name": "city", "strict": True, "schema": CITY},
+        {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}},
+        {"schema": CITY},
+        json.dumps({"name": "city", "schema": CITY}),
+    ],
+)
+def test_k9_a_schema_comes_out_of_its_wrapper(wrapped: Any) -> None:
+    assert text_of(wrapped) == text_of(CITY)
+
+
+@pytest.mark.parametrize(
+    ("schema", "mentions"),
+    [
+        ({"type": "object", "propertys": {"a": {}}}, ("'propertys'", "'properties' is meant")),
+        ({"properties": {"a": {"anyOf": [{"tipe": "string"}]}}}, ("'tipe'", "'type'")),
+        ({"$defs": {"a": {"minimun": 3}}, "$ref": "#/$defs/a"}, ("'minimun'", "'minimum'")),
+        ({"city": "Paris", "country": "France"}, ("'city'", "a JSON Schema wanted")),
+    ],
+)
+def test_k9_a_keyword_that_no_draft_knows_is_refused(schema: Any, mentions: tuple[str, ...]) -> None:
+    refused(as_constraint, json_schema=schema, mentions=("json_schema", *mentions))
+
+
+def test_k9_names_and_values_are_no_keywords() -> None:
+    """Of properties and definitions, and within const, enum, default and examples."""
+    schema = {
+        "type": "object",
+        "properties": {"propertys": {"const": {"tipe": 1}}, "b": {"enum": [{"c": 2}], "default": {"d": 3}}},
+        "$defs": {"minimun": {"type": "string", "examples": [{"e": 4}]}},
+        "x-note": {"anything": True},
+    }
+    assert text_of(schema, additional_properties=True) == schema
+
+
+def test_k11_objects_have_the_properties_that_are_named(tmp_path: Path) -> None:
+    """And no others follow until the length ends; the schema, or an option, opens them."""
+    (tmp_path / "s.json").write_text(
+        '{"type":"object","properties":{"a":{"type":"integer","minimum":0,"maximum":9}},"required":["a"]}'
+    )
+    for seed in range(4):
+        ran = command(
+            *("run", endless(), "--provider", "cpu", "-p", "x", "--temperature", "1", "--seed", str(seed)),
+            *("--json-schema", tmp_path / "s.json"),
+        )
+        assert ran.code == 0, ran.err
+        assert json.loads(ran.out).keys() == {"a"}
+    nested = {"type": "array", "items": {"type": "object", "properties": {"b": CITY}}}
+    found = text_of(nested)
+    assert found["items"]["additionalProperties"] is False
+    assert found["items"]["properties"]["b"]["additionalProperties"] is False
+    for own in (True, False, {"type": "integer"}):
+        assert text_of({**CITY, "additionalProperties": own})["additionalProperties"] == own
+    assert "additionalProperties" not in text_of(CITY, additional_properties=True)
+    assert "additionalProperties" not in text_of({"type": "object"})
+
+
+def test_k11_parts_that_are_combined_stay_open() -> None:
+    """Closed, each would forbid what the other names."""
+    both = {"allOf": [CITY, {"properties": {"b": {"type": "null"}}, "required": ["b"]}]}
+    assert closed(both) == both
+    beside = {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}
+    assert closed(beside) == beside
+    refers = {"$defs": {"c": CITY}, "allOf": [{"$ref": "#/$defs/c"}, {"properties": {"b": {}}}]}
+    assert text_of(refers) == refers
+    either = closed({"anyOf": [CITY, {"type": "null"}]})
+    assert either["anyOf"][0]["additionalProperties"] is False
+
+
+def test_k11_an_answer_that_is_cut_off_is_exit_1(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text('{"type":"array","minItems":9,"items":{"type":"integer"}}')
+    asked = (
+        "run",
+        endless(),
+        "--provider",
+        "cpu",
+        "--json-schema",
+        tmp_path / "s.json",
+        "--max-new-tokens",
+        6,
+    )
+    ran = command(*asked, "-p", "x")
+    assert ran.code == 1
+    assert ran.out.startswith("[")
+    assert "only the beginning of what json_schema asks for; more --max-new-tokens wanted" in ran.err
+    ran = command(*asked, "-p", "x", "--json")
+    assert (ran.code, json.loads(ran.out)["finish_reason"]) == (1, "length")
+    (tmp_path / "lines").write_text('{"prompt": "x"}\n')
+    ran = command(*asked, "--batch", tmp_path / "lines")
+    assert ran.code == 1
+    assert "only the beginning" in json.loads(ran.out)["error"]
+    assert json.loads(ran.out)["text"].startswith("[")
+
+
+def test_k12_a_question_and_what_is_piped_in_go_together() -> None:
+    """The question first, as elsewhere; nothing where nothing is piped in."""
+    run = ("run", tiny(), "--provider", "cpu", "--json", "--max-new-tokens", "1")
+    both = json.loads(command(*run, "-p", "Summarise", stdin="a text\n").out)["prompt_ids"]
+    alone = json.loads(command(*run, "-p", "Summarise\n\na text").out)["prompt_ids"]
+    assert both == alone
+    empty = json.loads(command(*run, "-p", "Summarise", stdin="  \n").out)["prompt_ids"]
+    assert empty == json.loads(command(*run, "-p", "Summarise").out)["prompt_ids"] != both
+
+
+def test_l10_a_line_has_its_own_constraint_tools_and_thinking(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "What is the capital of France?", "json_schema": CITY},
+        {"prompt": "x", "regex": "(yes|no)"},
+        {"prompt": "x", "enable_thinking": False},
+        {"prompt": "x", "json_schema": {"tipe": 1}},
+    ]
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = command("run", tiny(), "--provider", "cpu", "--batch", tmp_path / "lines", "--max-new-tokens", 20)
+    found = [json.loads(line) for line in ran.out.splitlines()]
+    assert json.loads(found[0]["text"]) == {"city": "Paris"}
+    assert found[1]["text"] in ("yes", "no")
+    assert "no switch for thinking" in found[2]["error"]
+    assert "'tipe'" in found[3]["error"]
+
+
+def test_o1_patterns_that_explode_together_are_refused_before_they_are_compiled() -> None:
+    patterns = [{"type": "string", "pattern": f"(.*a.{{{i}}}b.*)"} for i in range(39)]
+    refused(as_constraint, json_schema={"allOf": patterns}, mentions=("patterns and formats beside allOf",))
+    assert as_constraint(json_schema={"allOf": patterns[:2]}) is not None
+
+
+def test_o6_a_prompt_of_megabytes_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it comes; one that fits is not."""
+    chat = load(tiny(), provider="cpu", threads=1)
+    assert chat.tokenizer is not None
+    longest, real = [], type(chat.tokenizer).encode
+
+    def encode(self: Any, text: str, **options: bool) -> list[int]:
+        longest.append(len(text))
+        return real(self, text, **options)
+
+    monkeypatch.setattr(type(chat.tokenizer), "encode", encode)
+    for prompt in ("x y " * 2_000_000, [{"role": "user", "content": "x y " * 200_000}]):
+        with pytest.raises(UserError, match="the context holds 2,048 with the answer"):
+            next(chat.generate(prompt))
+    assert max(longest) <= 8 * 2048
+    words = "the the " * 4_000  # as long, and within as many tokens
+    assert len(chat.prompt_ids(words, most=16_000)) <= 16_000
+
+
+def test_json_is_text_as_it_is(tmp_path: Path) -> None:
+    """Beyond ASCII too; what commands a terminal, and halves of pairs, are escaped."""
+    (tmp_path / "lines").write_text(
+        json.dumps({"prompt": "x", "id": "é 漢 \x9b \u202e \ud800"}) + "\n", encoding="utf-8"
+    )
+    run = ("run", tiny(), "--provider", "cpu", "--batch", tmp_path / "lines", "--out", tmp_path / "out")
+    ran = command(*run, "--max-new-tokens", "1")
+    text = (tmp_path / "out").read_text(encoding="utf-8")
+    assert "é 漢 \\u009b \\u202e \\ud800" in text
+    assert json.loads(text)["id"] == "é 漢 \x9b \u202e \ud800"
+    assert ran.err.endswith(f"{tmp_path / 'out'}: 1 lines, 0 of them failed\n")
+    ran = command(*run, "--max-new-tokens", "1")
+    assert ran.err.endswith("1 lines, 0 of them failed; 1 were there already\n")
