@@ -146,7 +146,7 @@ def open_input(file: str) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
         return
     try:
-        stream = Path(file).open("rb")
+        stream = Path(file).open("rb")  # noqa: SIM115 - here are its errors, below it is closed
     except (OSError, ValueError) as error:  # a null byte in the name
         raise UserError(f"--batch {file}: {getattr(error, 'strerror', None) or error}") from None
     with stream:
