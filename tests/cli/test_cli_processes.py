@@ -20,6 +20,8 @@ from support.command import child, command
 from support.marks import but_first
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.thorough
+
 LONG = ("--ignore-eos", "--max-new-tokens", 100_000, "--provider", "cpu")
 
 # Says so when three tokens are made, so that a signal can be sent in the middle of an answer.

@@ -13,6 +13,8 @@ from support.cuda.fixtures import stand_ins  # noqa: F401
 from support.cuda.runs import Told, shaped, told  # noqa: F401
 from support.marks import but_first
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = ["f32", "f16"]
 Shaped = Callable[[str], Path]
 

@@ -28,6 +28,8 @@ from support.chats import endless, tiny
 from support.triton import LONG_S, Asked, Serve, Server, assert_solo, parameters, parsed, said, solo
 from support.triton import _stub as _stub  # for every test here: Triton's module is the stand-in
 
+pytestmark = pytest.mark.thorough
+
 HI = "Hello!"
 SUM = "What is 3 plus 4?"
 

@@ -19,6 +19,8 @@ from support.command import command
 from support.odd_checkpoints import check_reference, export, theirs, write
 from support.tolerances import TRANSFORMERS_F32, assert_close
 
+pytestmark = pytest.mark.thorough
+
 # L5: dual chunk attention.
 
 

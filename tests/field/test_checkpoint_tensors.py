@@ -15,6 +15,8 @@ from support.command import command
 from support.odd_checkpoints import Arrays, check_reference, export, theirs, wanted, write
 from support.tolerances import F32, TRANSFORMERS_F32, assert_close
 
+pytestmark = pytest.mark.thorough
+
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 

@@ -22,6 +22,8 @@ from support.exports import IDS, ON_CPU
 from support.field_runs import exported_as
 from support.tolerances import F32, TRANSFORMERS_F32, assert_close
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = 97
 """Three times the original length."""
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

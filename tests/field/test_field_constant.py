@@ -20,6 +20,8 @@ from support.command import command
 from support.damage import forge, poke
 from support.refusals import refused
 
+pytestmark = pytest.mark.thorough
+
 CPU = ("--provider", "cpu", "--threads", 1)
 ESSENTIAL = ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
 

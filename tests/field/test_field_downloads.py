@@ -29,6 +29,8 @@ from support.hub_server import Hub, serve
 from support.patience import PATIENCE
 from support.terminal import CONTROLLING, Terminal
 
+pytestmark = pytest.mark.thorough
+
 README = Path(__file__).parents[2] / "README.md"
 BENCH = Path(__file__).parents[2] / "bench"
 

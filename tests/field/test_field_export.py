@@ -21,6 +21,8 @@ from support.damage import forge, perturbed, poke
 from support.exports import IDS, ON_CPU, Exported
 from support.field_runs import exported_as, follow, graphs
 
+pytestmark = pytest.mark.thorough
+
 Export = Callable[..., Exported]
 
 

@@ -22,6 +22,8 @@ from support.exports import IDS, ON_CPU, Exported
 from support.field_runs import exported_as
 from support.tolerances import F32, assert_close
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     "found",

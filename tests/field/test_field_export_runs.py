@@ -20,6 +20,8 @@ from support.command import command
 from support.refusals import refused
 from support.text_fixtures import write_folder
 
+pytestmark = pytest.mark.thorough
+
 REFUSES = "{{ raise_exception('no users here') }}"
 KINDS = [
     {"dtype": "f32"}, {"dtype": "f16"}, {"dtype": "bf16"}, {"dtype": "int8"}, {"dtype": "int4"},

@@ -16,6 +16,8 @@ from support.command import command
 from support.refusals import refused
 from support.staging import NEW, OLD, manifest_of, publish, tree, write
 
+pytestmark = pytest.mark.thorough
+
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -20,6 +20,8 @@ from support.command import command
 from support.damage import edit_graph, forge
 from support.refusals import refused
 
+pytestmark = pytest.mark.thorough
+
 HUGE = 2**31 - 1
 
 

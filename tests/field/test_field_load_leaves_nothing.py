@@ -19,7 +19,7 @@ from qwen_onnx.runners.model import open_graph
 from support.chats import copy_export, endless
 from support.damage import forge
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 HI = [{"role": "user", "content": "Hi"}]
 

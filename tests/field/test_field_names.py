@@ -18,6 +18,8 @@ from support.command import Ran, command
 from support.field_hub import of_checkpoint, on_the_hub
 from support.hub_server import COMMIT, Hub, serve
 
+pytestmark = pytest.mark.thorough
+
 CPU = ("--provider", "cpu")
 SHORT = ("--prompt-tokens", 5, "--new-tokens", 3, "--repeats", 1, *CPU, "--threads", 1)
 QUESTION = "What is 3 plus 4?"

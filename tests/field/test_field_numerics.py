@@ -34,6 +34,8 @@ from support.field_runs import element_types, export_tensors, exported_as, graph
 from support.strict import not_finite
 from support.tolerances import F16, F32_ORDER, NARROW_ON_CPU, assert_close, difference
 
+pytestmark = pytest.mark.thorough
+
 Export = Callable[..., Exported]
 F16_MAX = float(np.finfo(np.float16).max)
 

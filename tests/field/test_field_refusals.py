@@ -16,6 +16,8 @@ from support.chats import copy_export, endless, endless_checkpoint, tiny
 from support.command import child, command
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.thorough
+
 SECONDS = 0.5
 """Of CPU that a refusal may take, beyond what the command's own imports do."""
 START = "import qwen_onnx.cli.run, qwen_onnx.cli.open_model, qwen_onnx.cli.score\n"

@@ -17,6 +17,8 @@ from qwen_onnx.runners.sampling.params import merged
 from qwen_onnx.runners.sampling.request import Request
 from support.command import command
 
+pytestmark = pytest.mark.thorough
+
 TINY = Path(qwen_onnx.__file__).parent / "tiny"
 CAPITAL = ("-p", "What is the capital of France?", "--provider", "cpu")
 
