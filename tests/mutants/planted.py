@@ -33,7 +33,7 @@ PLANTED = [
     (
         "ends of YaRN's ramp are whole",
         "qwen_onnx/checkpoints/rope.py",
-        'truncate=read.boolean("truncate", True)',
+        'truncate=read.boolean("truncate", "truncate" not in rope)',
         "truncate=True",
     ),
     ("equal ends of YaRN's ramp", "qwen_onnx/exports/rotary.py", "high += 0.001", "high += 1"),

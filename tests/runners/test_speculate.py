@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,8 @@ from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.speculate import PAUSE, PromptLookup, is_near
-from support.chats import copy_export, tiny
+from support.chats import tiny
 from support.command import command
-from support.damage import change_manifest
 from support.exports import IDS, Exported
 from support.tolerances import F32, assert_close
 
@@ -25,7 +23,7 @@ SPECULATING = SessionOptions(provider="cpu", threads=1, speculate=True)
 REPEATING = "Repeat: the cat sat on the mat, the cat sat on the mat, the cat sat on the"
 
 
-def generated(chat: Chat, prompt: str | list[int], **options: int) -> list[tuple[int, str | None]]:
+def generated(chat: Chat, prompt: str | list[int], **options: int | str) -> list[tuple[int, str | None]]:
     return [(token.token_id, token.finish_reason) for token in chat.generate(prompt, **options)]
 
 
@@ -71,24 +69,44 @@ def test_ids_are_those_of_plain_greedy(pair: tuple[Chat, Chat], monkeypatch: pyt
     assert sum(counts) > 2 * len(counts) > 100
 
 
-@pytest.mark.parametrize("end", ["stop", "length", "eos"])
-def test_right_guesses_after_the_end_are_not_kept(end: str, tmp_path: Path) -> None:
-    """The next turn goes on after the end, as where nothing was guessed."""
-    folder = copy_export(tiny(), tmp_path / "export")
-    whole = list(load(folder, provider="cpu", threads=1).generate(REPEATING, max_new_tokens=6))
-    if end == "eos":  # a token in the middle of what it would say
-        change_manifest(folder, eos_token_ids=(whole[3].token_id,))
-    options: dict[str, Any] = {"stop": {"stop": [whole[3].text]}, "length": {"max_new_tokens": 4}, "eos": {}}
-    found = []
-    for speculates in (False, True):
-        chat = load(folder, provider="cpu", threads=1, speculate=speculates)
-        first = generated(chat, REPEATING, **options[end])
-        used = chat.context_used
-        told = [*chat.prompt_ids(REPEATING), *(token_id for token_id, _ in first), 40, 41]
-        tokens = list(chat.generate(told, max_new_tokens=6, ignore_eos=True))
-        found.append((first, used, [token.token_id for token in tokens], tokens[0].cached_tokens))
-    assert found[0] == found[1]
-    assert found[0][0] == [*((token.token_id, None) for token in whole[:3]), (whole[3].token_id, end)]
+def test_right_guesses_after_the_end_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next turn goes on after the end, as where nothing was guessed; wherever among the guesses the end is."""
+    monkeypatch.setattr(sequence, "is_near", lambda logits: False)
+    plain, guessing = (load(tiny(), provider="cpu", threads=1, speculate=each) for each in (False, True))
+    prompt = [7, 8, 9, 10] * 8
+    tokens = list(plain.generate(prompt, max_new_tokens=40, ignore_eos=True))
+    ids = [token.token_id for token in tokens]
+    verified, choose, beyond = sequence.Sequence.verified, sequence.Sequence.choose, 0
+    for at in range(12, 30):  # where the answer says something twice
+        stop = "".join(token.text for token in tokens[at - 7 : at + 1])
+        chosen: list[int] = []
+
+        def noted(self: Any, *arguments: Any, chosen: list[int] = chosen) -> Any:
+            found = verified(self, *arguments)
+            chosen.append(len(found))
+            return found
+
+        def one(self: Any, *arguments: Any, chosen: list[int] = chosen) -> Any:
+            chosen.append(1)
+            return choose(self, *arguments)
+
+        monkeypatch.setattr(sequence.Sequence, "verified", noted)
+        monkeypatch.setattr(sequence.Sequence, "choose", one)
+        made = generated(guessing, prompt, stop=stop, max_new_tokens=40, ignore_eos=True)
+        beyond += sum(chosen) > len(made)
+        assert made == generated(plain, prompt, stop=stop, max_new_tokens=40, ignore_eos=True)
+        assert made[-1][1] == "stop"
+        assert guessing.context_used == plain.context_used == len(prompt) + len(made) - 1
+        told = [
+            *prompt,
+            *ids[: len(made)],
+            ids[len(made)],
+            40,
+        ]  # goes on as it would have, and then otherwise
+        follows = [list(chat.generate(told, max_new_tokens=3, ignore_eos=True)) for chat in (plain, guessing)]
+        assert follows[0][0].cached_tokens == follows[1][0].cached_tokens
+        assert [token.token_id for token in follows[0]] == [token.token_id for token in follows[1]]
+    assert beyond, "no guess was right beyond an end"
 
 
 def test_a_near_tie_is_computed_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
