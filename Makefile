@@ -21,7 +21,8 @@ quick: $(VENV)/installed-test
 
 # What takes seconds and seldom fails, and every command of docs/.
 thorough: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q -n auto -m "thorough or docs"
+	$(BIN)/python -m pytest -q -n auto \
+		-m "(thorough or docs) and not transformers and not slow and not huge and not runtimes and not soak"
 
 # Compares with transformers, and runs what takes minutes or gigabytes.
 parity: $(VENV)/installed-parity

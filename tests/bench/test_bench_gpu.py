@@ -174,7 +174,10 @@ def test_over_the_stand_ins(stand_ins: Path, tmp_path: Path, monkeypatch: pytest
     """The flow of a run on a GPU, where no number means anything: memory is measured and graphs are launched."""
     traces, out = tmp_path / "traces", tmp_path / "out"
     traces.mkdir()
-    (tmp_path / "sitecustomize.py").write_text(TRACED.format(folder=str(traces)))
+    own = (
+        TRACED.format(folder=str(traces)) + cuda_stand_ins.EQUAL_IS_FINE
+    )  # of each process that the script starts
+    (tmp_path / "sitecustomize.py").write_text(own)
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     )

@@ -43,7 +43,7 @@ COMPUTES = re.compile(
 )
 """Functions of the libraries that have the device compute something."""
 
-_EQUAL_IS_FINE = """import qwen_onnx.runners.model.logits_model as logits_model
+EQUAL_IS_FINE = """import qwen_onnx.runners.model.logits_model as logits_model
 logits_model._some_row_is_equal = lambda logits: False
 logits_model.LogitsModel._first_chosen = logits_model.LogitsModel._chosen"""
 
@@ -157,7 +157,7 @@ def run(
     if trace is not None:
         environment["QWEN_STAND_IN_TRACE"] = str(trace)
     if "QWEN_STAND_IN_FILL" in env:  # then all logits are that byte, and nobody is to mind
-        program = f"{_EQUAL_IS_FINE}\n{program}"
+        program = f"{EQUAL_IS_FINE}\n{program}"
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         env=environment | dict(env),
