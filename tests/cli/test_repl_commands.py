@@ -59,7 +59,7 @@ class LongChat(ScriptedChat):
         return PromptIds([1] * sum(len(message["content"]) for message in prompt))
 
 
-def test_a_full_context_drops_the_oldest_turns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_m10_where_no_room_is_left_the_oldest_turns_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     """The system message and the new question stay."""
     chat = LongChat(*["a" * 10] * 6)
     talk(chat, *[f"{turn}{'q' * 19}" for turn in range(4)], CTRL_D, system="s" * 5, max_new_tokens=20)
@@ -67,7 +67,7 @@ def test_a_full_context_drops_the_oldest_turns(capsys: pytest.CaptureFixture[str
     assert [users(asked)[0][0] for asked in chat.asked] == ["system"] * 4
     assert [users(asked)[-1][1][0] for asked in chat.asked] == ["0", "1", "2", "3"]
     err = capsys.readouterr().err
-    assert "(the context of 100 tokens is full: the 2 oldest turns were dropped)" in err
+    assert "(the context of 100 tokens has no room for 20 more: the 2 oldest turns were dropped)" in err
 
 
 def test_a_full_context_can_refuse_instead(capsys: pytest.CaptureFixture[str]) -> None:

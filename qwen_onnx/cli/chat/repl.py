@@ -197,11 +197,11 @@ class Repl:
         if not self._shift and self._conversation.turns and self._count(messages) >= length:
             raise UserError(f"the context of {length} tokens is full; /undo or /reset make room")
         if self._shift:
-            most = int(bounded(self._chat, self._asked)["max_new_tokens"])
-            messages, dropped = with_room(messages, min(most, length // 4), length, self._count)
+            room = min(int(bounded(self._chat, self._asked)["max_new_tokens"]), length // 4)
+            messages, dropped = with_room(messages, room, length, self._count)
             if dropped:
                 what = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
-                tell(f"(the context of {length} tokens is full: {what} dropped)")
+                tell(f"(the context of {length} tokens has no room for {room} more: {what} dropped)")
                 self._conversation.begin(messages)
         result = self._complete(messages)
         if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
