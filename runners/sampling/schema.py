@@ -75,11 +75,17 @@ def closed(schema: Mapping[str, Any], *, combined: bool = False) -> dict[str, An
     combines = any(name in schema for name in _COMBINED)
     if "properties" in schema and not combined and not combines and not any(n in schema for n in _CLOSED_BY):
         copy["additionalProperties"] = False
+        required = [name for name in schema.get("required", ()) if name not in schema["properties"]]
+        if required:  # named there, if nothing more
+            copy["properties"] = {**schema["properties"], **{name: {} for name in required}}
+            schema = copy
     beside = combined or "properties" in schema
     for name, value in schema.items():
         apart = name in ("items", "prefixItems", "contains", "properties", "patternProperties",
                          "additionalProperties", "additionalItems", "$defs", "definitions")  # fmt: skip
-        alternative = name in ("anyOf", "oneOf") and not beside
+        # One part alone, as of pydantic's references, is combined with nothing.
+        alone = name == "allOf" and isinstance(value, list) and len(value) == 1
+        alternative = (name in ("anyOf", "oneOf") or alone) and not beside
         inside = combined if name in ("$defs", "definitions") else not (apart or alternative)
         if name in _NAMED and isinstance(value, Mapping):
             copy[name] = {
@@ -108,7 +114,7 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
 def combined_definitions(schema: Mapping[str, Any]) -> bool:
     """Whether some part is combined with a definition: which may then be a part of another object."""
     for name, inner in _inner(schema):
-        if name == "allOf" and "$ref" in inner:
+        if name == "allOf" and "$ref" in inner and (len(schema["allOf"]) > 1 or "properties" in schema):
             return True
         if combined_definitions(inner):
             return True

@@ -19,10 +19,15 @@ LONGEST_REGEX = 4096
 _PATTERNS = 4 * LONGEST_REGEX
 """Characters of all patterns in a schema."""
 _PATTERN_KEYS = ("pattern", "whitespace_pattern", "item_separator", "key_separator")
+_COMBINERS = ("$ref", "allOf", "anyOf", "oneOf")
+_OF_MEMBERS = (
+    "pattern", "format", "properties", "patternProperties", "additionalProperties", "propertyNames", "items",
+    "prefixItems",
+)  # fmt: skip
 _PATTERN_PROPERTIES = 100
 """Each is compared with each other."""
 _INTERSECTED = 6
-"""Where there is `allOf`: twelve of one kind took 0.3 s, twenty minutes and gigabytes."""
+"""Where several parts may speak of one text: twelve of one kind took 0.3 s, twenty minutes and gigabytes."""
 _LEVELS = 10_000
 """Nesting, times the definitions it goes through: the compiler calls itself, 5 kB of stack for each."""
 _MULTIPLE = 10_000
@@ -52,10 +57,13 @@ def verify_schema(schema: Mapping[str, object]) -> None:
     _verify("characters of a pattern", max(lengths, default=0), LONGEST_REGEX)
     _verify("characters of patterns", sum(lengths), _PATTERNS)
     # Patterns that hold for one text are intersected, and the time goes with the product of their sizes.
-    if any(key == "allOf" for key, _, _ in members):
+    if any(
+        isinstance(value, Mapping) and _combines(value)
+        for value in [schema, *(each for _, each, _ in members)]
+    ):
         formats = [value for key, value, _ in members if key == "format"]
-        _verify("patterns and formats beside allOf", len(lengths) + len(formats), _INTERSECTED)
-        _verify("characters of patterns beside allOf", sum(lengths), LONGEST_REGEX // 8)
+        _verify("patterns and formats where parts are combined", len(lengths) + len(formats), _INTERSECTED)
+        _verify("characters of patterns where parts are combined", sum(lengths), LONGEST_REGEX // 8)
     numbers = [(key, value) for key, value, _ in members if type(value) is int or type(value) is float]
     if any(value < _LEAST for _, value in numbers):
         raise UserError(f"json_schema: numbers from {_LEAST:.0e} on are taken, and a lower one is in it")
@@ -65,6 +73,15 @@ def verify_schema(schema: Mapping[str, object]) -> None:
         if key == "multipleOf" and (type(value) is int or math.isfinite(value))
     ]
     _verify("states of multipleOf", _common_multiple(multiples), _MULTIPLE)
+
+
+def _combines(schema: Mapping[str, object]) -> bool:
+    """Whether several parts of it speak of the same value, and of its text or of its members."""
+    combiners = [name for name in _COMBINERS if name in schema]
+    several = schema.get("allOf")
+    if len(combiners) > 1 or (isinstance(several, list) and len(several) > 1):
+        return True
+    return bool(combiners) and any(name in schema for name in _OF_MEMBERS)
 
 
 def _verify(what: str, found: int, most: int) -> None:

@@ -93,6 +93,14 @@ def test_k11_parts_that_are_combined_stay_open() -> None:
     assert closed(beside) == beside
     refers = {"$defs": {"c": CITY}, "allOf": [{"$ref": "#/$defs/c"}, {"properties": {"b": {}}}]}
     assert text_of(refers) == refers
+    alone = {
+        "$defs": {"P": CITY},
+        "properties": {"p": {"allOf": [{"$ref": "#/$defs/P"}]}},
+        "required": ["p", "q"],
+    }
+    found = text_of(alone)
+    assert found["additionalProperties"] is found["$defs"]["P"]["additionalProperties"] is False
+    assert found["properties"].keys() == {"p", "q"}, "what is required is named"
     either = closed({"anyOf": [CITY, {"type": "null"}]})
     assert either["anyOf"][0]["additionalProperties"] is False
 
@@ -150,8 +158,20 @@ def test_l10_a_line_has_its_own_constraint_tools_and_thinking(tmp_path: Path) ->
 
 def test_o1_patterns_that_explode_together_are_refused_before_they_are_compiled() -> None:
     patterns = [{"type": "string", "pattern": f"(.*a.{{{i}}}b.*)"} for i in range(39)]
-    refused(as_constraint, json_schema={"allOf": patterns}, mentions=("patterns and formats beside allOf",))
+    refused(as_constraint, json_schema={"allOf": patterns}, mentions=("patterns and formats where",))
     assert as_constraint(json_schema={"allOf": patterns[:2]}) is not None
+    chain: dict[str, Any] = {"$ref": "#/$defs/d0", "$defs": {}}
+    nested: dict[str, Any] = {"type": "string"}
+    for i, each in enumerate(patterns[:20]):
+        chain["$defs"][f"d{i}"] = {**each, "$ref": f"#/$defs/d{i + 1}"}
+        nested = {**each, "anyOf": [nested]}
+    chain["$defs"]["d20"] = {"type": "string"}
+    for schema in (chain, nested):
+        refused(
+            as_constraint, json_schema=schema, mentions=("patterns and formats where parts are combined",)
+        )
+    apart = {"type": "object", "properties": {f"p{i}": each for i, each in enumerate(patterns[:20])}}
+    assert as_constraint(json_schema=apart) is not None
 
 
 def test_o6_a_prompt_of_megabytes_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
