@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import stat
 import sys
 from typing import TextIO
 
@@ -19,6 +17,7 @@ from qwen_onnx.cli.printer import Printer, print_stats, print_verbose
 from qwen_onnx.cli.run_options import RunOptions
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer, has_colors, tell
+from qwen_onnx.cli.terminal.piped import is_piped
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.options import Given, made
@@ -147,17 +146,6 @@ def _stdin() -> TextIO:
     return sys.stdin
 
 
-def _is_piped() -> bool:
-    """A file or a pipe is on stdin; no terminal, no device as /dev/null, and none that is closed."""
-    if sys.stdin is None:
-        return False
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # no file of the system's: something in its place, or closed
-        return not sys.stdin.closed and not sys.stdin.isatty()
-    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
-
-
 def _prompt(options: RunOptions) -> str | list[int] | list[Message]:
     if options.prompt_ids is not None:
         try:
@@ -165,7 +153,7 @@ def _prompt(options: RunOptions) -> str | list[int] | list[Message]:
         except ValueError:
             raise UserError(f"--prompt-ids {options.prompt_ids!r}: whole numbers wanted, as 1,2,3") from None
     text = "" if options.prompt is None else as_typed(options.prompt)
-    if options.prompt is None or _is_piped():
+    if options.prompt is None or is_piped():
         try:
             piped = as_typed(_stdin().read().removesuffix("\n"))
         except UnicodeDecodeError as error:
