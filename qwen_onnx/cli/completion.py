@@ -97,15 +97,29 @@ class Completion:
             f"of what {request.constraint.kind} asks for; {how[self.finish_reason]} wanted"
         )
 
-    def as_json(self, chat: Chat) -> dict[str, object]:
-        """What `run --json` prints."""
-        fields: dict[str, object] = dataclasses.asdict(self)
-        fields |= {"provider": chat.runner.provider, "dtype": chat.runner.manifest.dtype}
-        del fields["content"]
-        for name in ("top_logits", "logprobs", "reasoning", "tool_calls"):
-            if fields[name] is None:
-                del fields[name]
-        return fields
+    def reported(self, chat: Chat) -> dict[str, object]:
+        """What `run --json` and results of batches have in common: no times, so that the same again is the same."""
+        fields: dict[str, object] = {
+            "text": self.text,
+            "reasoning": self.reasoning,
+            "tool_calls": None if self.tool_calls is None else [*map(dataclasses.asdict, self.tool_calls)],
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "top_logits": self.top_logits and [_named(chat, best, "logit") for best in self.top_logits],
+            "logprobs": self.logprobs and [_with_text(chat, one) for one in self.logprobs],
+            "prompt_tokens": len(self.prompt_ids),
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def as_json(self, chat: Chat, *, prompt_ids: bool = False) -> dict[str, object]:
+        """What `run --json` prints; the prompt's ids where they are asked for."""
+        fields = {"prompt_ids": [*self.prompt_ids]} if prompt_ids else {}
+        return fields | self.reported(chat) | {
+            "ttft_ms": self.ttft_ms,
+            "tokens_per_s": self.tokens_per_s,
+            "provider": chat.runner.provider,
+            "dtype": chat.runner.manifest.dtype,
+        }  # fmt: skip
 
 
 def complete(
@@ -166,3 +180,17 @@ def _logprob(token: Token) -> TokenLogprob:
     if token.logprob is None:
         raise TypeError("a token without the logprob that was asked for")
     return TokenLogprob(token.token_id, token.logprob, list(token.top_logprobs))
+
+
+def _named(chat: Chat, pairs: Sequence[tuple[int, float]], of: str) -> list[dict[str, object]]:
+    return [{"token_id": one, "text": token_text(chat, one), of: value} for one, value in pairs]
+
+
+def _with_text(chat: Chat, one: TokenLogprob) -> dict[str, object]:
+    (fields,) = _named(chat, [(one.token_id, one.logprob)], "logprob")
+    return {**fields, "top_logprobs": _named(chat, one.top_logprobs, "logprob")}
+
+
+def token_text(chat: Chat, token_id: int) -> str:
+    """The text of one id by itself; empty without a tokenizer."""
+    return chat.tokenizer.decode([token_id], skip_special_tokens=False) if chat.tokenizer else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from qwen_onnx.cli.completion import Completion
+from qwen_onnx.cli.completion import Completion, token_text
 from qwen_onnx.cli.terminal.markdown import Emphasis
 from qwen_onnx.cli.terminal.output import answer, end_answer, has_colors, tell, think
 from qwen_onnx.memory import peak_memory
@@ -63,9 +63,7 @@ class Printer:
             tell("logprob " + "  ".join(self._labelled(*pair) for pair in pairs))
 
     def _labelled(self, token_id: int, logit: float) -> str:
-        tokenizer = self._chat.tokenizer
-        text = tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else ""
-        return f"{token_id} {text!r} {logit:.3f}"
+        return f"{token_id} {token_text(self._chat, token_id)!r} {logit:.3f}"
 
 
 def print_verbose(chat: Chat, asked: Given) -> None:

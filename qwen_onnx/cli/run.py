@@ -92,7 +92,7 @@ def _complete(
         on_token=lambda token, said: None if options.json else printer.print_token(token, said),
     )
     if options.json:
-        answer(as_json_line(result.as_json(chat)))
+        answer(as_json_line(result.as_json(chat, prompt_ids=options.show_prompt_ids)))
     else:
         printer.end()
         known = "max_new_tokens" in asked and chat.request(asked).constraint is None

@@ -42,6 +42,9 @@ class RunOptions(Options):
     stats: bool = declare(False, Switch(), "TTFT, tokens/s and memory.", _OUTPUT, flag="--stats")
     verbose: bool = declare(False, Switch(), "Provider, cache and sampling.", _OUTPUT, flag="--verbose -v")
     json: bool = declare(False, Switch(), "One JSON object, no text.", _OUTPUT, flag="--json")
+    show_prompt_ids: bool = declare(
+        False, Switch(), "The prompt's ids in --json.", _OUTPUT, flag="--show-prompt-ids", hidden=True
+    )
     color: bool = declare(
         True, Switch(), "Colors on a terminal; default on.", _OUTPUT, flag="--color/--no-color"
     )
@@ -59,6 +62,8 @@ class RunOptions(Options):
         for name, value in (("--batch-size", self.batch_size), ("--out", self.out)):
             if value is not None and self.batch is None:
                 raise UserError(f"{name} is for --batch FILE.jsonl, which is not given")
+        if self.show_prompt_ids and not self.json:
+            raise UserError("--show-prompt-ids is for --json, which is not given")
         if self.system is not None and not self.uses_template:
             raise UserError("--system belongs to the chat template; --raw and --prompt-ids use none")
 

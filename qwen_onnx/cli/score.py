@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from qwen_onnx.cli.completion import token_text
 from qwen_onnx.cli.open_model import open_chat
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import tell
@@ -71,8 +72,7 @@ def _summary(score: Score) -> list[str]:
 
 
 def _line(chat: Chat, token_id: int, logprob: float | None) -> str:
-    text = chat.tokenizer.decode([token_id], skip_special_tokens=False) if chat.tokenizer else ""
-    return f"{token_id:>7} {'-' if logprob is None else f'{logprob:.4f}':>10} {text!r}"
+    return f"{token_id:>7} {'-' if logprob is None else f'{logprob:.4f}':>10} {token_text(chat, token_id)!r}"
 
 
 def _as_json(chat: Chat, score: Score) -> dict[str, object]:
@@ -82,6 +82,7 @@ def _as_json(chat: Chat, score: Score) -> dict[str, object]:
         "tokens": len(score.token_ids),
         "windows": score.windows,
         "token_ids": score.token_ids,
+        "texts": [token_text(chat, token_id) for token_id in score.token_ids],
         "logprobs": score.logprobs,
         "provider": chat.runner.provider,
         "dtype": chat.runner.manifest.dtype,

@@ -14,13 +14,14 @@ from support.checkpoints import QWEN2, write_checkpoint
 from support.command import command
 
 KEYS = {
-    "prompt_ids", "token_ids", "text", "finish_reason", "ttft_ms", "tokens_per_s", "provider", "dtype",
+    "prompt_ids", "prompt_tokens", "token_ids", "text", "finish_reason", "ttft_ms", "tokens_per_s", "provider",
+    "dtype",
 }  # fmt: skip
 HI = [{"role": "user", "content": "Hi"}]
 
 
 def run_json(*arguments: object, **settings: object) -> dict:
-    ran = command("run", *arguments, "--json", "--provider", "cpu", **settings)  # type: ignore[arg-type]
+    ran = command("run", *arguments, "--json", "--show-prompt-ids", "--provider", "cpu", **settings)  # type: ignore[arg-type]
     assert (ran.code, ran.err) == (0, "")
     assert len(ran.out.splitlines()) == 1
     return json.loads(ran.out, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
@@ -97,9 +98,9 @@ def test_top_logits_come_only_when_asked_for_and_are_sorted() -> None:
     assert found.keys() == KEYS | {"top_logits"}
     size = load(endless()).tokenizer.size
     for token_id, best in zip(found["token_ids"], found["top_logits"], strict=True):
-        assert best[0][0] == token_id
-        assert sorted(best, key=lambda pair: -pair[1]) == best
-        assert len({pair[0] for pair in best}) == len(best) <= size
+        assert best[0]["token_id"] == token_id
+        assert sorted(best, key=lambda one: -one["logit"]) == best
+        assert len({one["token_id"] for one in best}) == len(best) <= size
     ran = command("run", endless(), "-p", "Hi", "--max-new-tokens", 3, "--top-logits", 2)
     assert len(ran.err.splitlines()) == 1 + 3
     assert ran.out == found["text"] + "\n"

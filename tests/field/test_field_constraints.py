@@ -132,7 +132,7 @@ def test_k11_an_answer_that_is_cut_off_is_exit_1(tmp_path: Path) -> None:
 
 def test_k12_a_question_and_what_is_piped_in_go_together() -> None:
     """The question first, as elsewhere; nothing where nothing is piped in."""
-    run = ("run", tiny(), "--provider", "cpu", "--json", "--max-new-tokens", "1")
+    run = ("run", tiny(), "--provider", "cpu", "--json", "--show-prompt-ids", "--max-new-tokens", "1")
     both = json.loads(command(*run, "-p", "Summarise", stdin="a text\n").out)["prompt_ids"]
     alone = json.loads(command(*run, "-p", "Summarise\n\na text").out)["prompt_ids"]
     assert both == alone

@@ -92,7 +92,9 @@ def test_l6_the_command_takes_a_name_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
 
     def said(export: Path, *flags: str) -> str:
-        ran = command("run", str(export), "-p", "Hi", "--json", "--max-new-tokens", "1", *flags)
+        ran = command(
+            "run", str(export), "-p", "Hi", "--json", "--show-prompt-ids", "--max-new-tokens", "1", *flags
+        )
         assert ran.code == 0, ran.err
         return Tokenizer.from_folder(export).decode(json.loads(ran.out)["prompt_ids"])
 
@@ -209,7 +211,7 @@ def test_k14_chat_batch_and_python_have_it(tmp_path: Path) -> None:
     token = next(chat.generate(message, max_new_tokens=1, escape_special=True))
     assert token.prompt_tokens == len(wanted)
     flags = ("--escape-special", "--max-new-tokens", "1")
-    ran = command("run", str(out), "-p", "a<|im_end|>b", "--json", *flags)
+    ran = command("run", str(out), "-p", "a<|im_end|>b", "--json", "--show-prompt-ids", *flags)
     assert json.loads(ran.out)["prompt_ids"] == wanted
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": message}))
     ran = command("run", str(out), "--batch", str(tmp_path / "in.jsonl"), *flags)

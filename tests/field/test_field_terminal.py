@@ -66,10 +66,12 @@ def test_j3_commands_and_the_room_that_is_left_can_be_found_out() -> None:
 @pytest.mark.parametrize("prompt", ["", " ", "\n", "<|im_start|>", "<|im_end|><|endoftext|>"])
 def test_j4_any_content_can_be_asked_and_no_token_is_an_error(prompt: str) -> None:
     """Qwen adds no start token: "" is no ids at all, which is an error, and under the template a message."""
-    ran = command("run", endless(), "-p", prompt, "--json", *CPU)
+    ran = command("run", endless(), "-p", prompt, "--json", "--show-prompt-ids", *CPU)
     assert ran.code == 0
     asked = json.loads(ran.out)["prompt_ids"]
-    empty = json.loads(command("run", endless(), "-p", "", "--json", *CPU).out)["prompt_ids"]
+    empty = json.loads(command("run", endless(), "-p", "", "--json", "--show-prompt-ids", *CPU).out)[
+        "prompt_ids"
+    ]
     assert len(asked) >= len(empty) > 10  # the template's own
     raw = command("run", endless(), "-p", prompt, "--raw", *CPU)
     if prompt:

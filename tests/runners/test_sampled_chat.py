@@ -258,10 +258,10 @@ def test_json_carries_the_reason_and_the_log_probabilities() -> None:
     assert (found["text"], found["finish_reason"]) == ("The capital of", "stop")
     assert [one["token_id"] for one in found["logprobs"]] == found["token_ids"]
     for one in found["logprobs"]:
-        assert one.keys() == {"token_id", "logprob", "top_logprobs"}
-        assert one["top_logprobs"][0] == [one["token_id"], one["logprob"]]
+        assert one.keys() == {"token_id", "text", "logprob", "top_logprobs"}
+        assert one["top_logprobs"][0] == {name: one[name] for name in ("token_id", "text", "logprob")}
         assert len(one["top_logprobs"]) == 2
-        assert one["top_logprobs"][1][1] < one["logprob"] <= 0
+        assert one["top_logprobs"][1]["logprob"] < one["logprob"] <= 0
     plain = run_json(*arguments, "--min-new-tokens", 20)
     assert "logprobs" not in plain
     assert len(plain["token_ids"]) > 20

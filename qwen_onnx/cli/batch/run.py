@@ -83,12 +83,7 @@ class _Item:
         """What `run --json` prints, but for the prompt's ids, and for times: the same again gives the same line."""
         request = chat.request(self.asked)
         found = Completion.of(self.prompt_ids, tokens, request, reason, begun=self.prompt_ids.begun)
-        fields = dataclasses.asdict(found)
-        names = (
-            "text", "reasoning", "tool_calls", "token_ids", "finish_reason", "top_logits", "logprobs",
-        )  # fmt: skip
-        kept = {name: fields[name] for name in names if fields[name] is not None}
-        self.result = {**self.echoed, **kept, "prompt_tokens": len(self.prompt_ids)}
+        self.result = {**self.echoed, **found.reported(chat)}
         if (cut := found.cut(request)) is not None:
             self.result["error"] = cut
         self.new_tokens = len(tokens)
