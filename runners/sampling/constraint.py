@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.sampling.schema import closed, combined_definitions, unwrapped, verify_keywords
+from qwen_onnx.runners.sampling.schema import closed, unwrapped, verify_keywords
 from qwen_onnx.runners.sampling.schema_bounds import LONGEST_REGEX, LONGEST_SCHEMA, verify_schema
 
 _LONGEST = {"json_schema": LONGEST_SCHEMA, "regex": LONGEST_REGEX}
@@ -72,7 +72,7 @@ def _schema_text(schema: object, additional_properties: bool) -> str:
         value = unwrapped(value)
         verify_schema(value)
         verify_keywords(value)
-        if not additional_properties and not combined_definitions(value):
+        if not additional_properties:
             value = closed(value)
         return json.dumps(value, allow_nan=False)  # in the order of its properties, which answers keep
     except RecursionError:

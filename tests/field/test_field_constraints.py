@@ -32,6 +32,8 @@ def text_of(schema: Any, **options: bool) -> dict[str, Any]:
         {"name": "city", "strict": True, "schema": CITY},
         {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}},
         {"schema": CITY},
+        {"type": "json_schema", "name": "city", "strict": True, "schema": CITY},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}},
         json.dumps({"name": "city", "schema": CITY}),
     ],
 )
@@ -103,6 +105,25 @@ def test_k11_parts_that_are_combined_stay_open() -> None:
     assert found["properties"].keys() == {"p", "q"}, "what is required is named"
     either = closed({"anyOf": [CITY, {"type": "null"}]})
     assert either["anyOf"][0]["additionalProperties"] is False
+
+
+def test_k11_closing_leaves_no_contradiction() -> None:
+    """Members of combined parts, parts beside what is required, definitions that some part refers to."""
+    other = {"type": "object", "properties": {"b": {"type": "null"}}}
+    members = {"allOf": [{"properties": {"x": CITY}}, {"properties": {"x": other}}]}
+    required = {"type": "object", "required": ["b"], "anyOf": [CITY]}
+    both = {"allOf": [CITY, {}], "anyOf": [other, {"type": "null"}]}
+    for schema in (members, required, both):
+        assert closed(schema) == schema
+    refers = {
+        "$defs": {"C": CITY},
+        "type": "object",
+        "properties": {"x": {"allOf": [{"$ref": "#/$defs/C"}, other]}, "y": CITY},
+    }
+    found = closed(refers)
+    assert found["$defs"] == refers["$defs"]
+    assert found["properties"]["x"] == refers["properties"]["x"]  # type: ignore[index]
+    assert found["additionalProperties"] is found["properties"]["y"]["additionalProperties"] is False
 
 
 def test_k11_an_answer_that_is_cut_off_is_exit_1(tmp_path: Path) -> None:
