@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -176,15 +176,25 @@ def verify_regex(constraint: Constraint | None) -> None:
 
 
 def _on_deep_stack(compile: Callable[[], Returned]) -> Returned:
-    """What the compiler makes, which calls itself, deeper than some threads' stacks."""
-    with ThreadPoolExecutor(1) as pool:
-        with _STACK_SIZE:
-            usual = threading.stack_size(STACK)
-            try:
-                made = pool.submit(compile)
-            finally:
-                threading.stack_size(usual)
-        return made.result()
+    """What the compiler makes, which calls itself, deeper than some threads' stacks.
+
+    Ctrl-C ends the wait at once; the compiler then runs to its end, which schema_bounds.py sees to.
+    """
+    made = Future[Returned]()
+
+    def run() -> None:
+        try:
+            made.set_result(compile())
+        except BaseException as error:  # the waiting thread's
+            made.set_exception(error)
+
+    with _STACK_SIZE:
+        usual = threading.stack_size(STACK)
+        try:
+            threading.Thread(target=run).start()
+        finally:
+            threading.stack_size(usual)
+    return made.result()
 
 
 def _verify(matcher: LLMatcher, vocabulary: _Tokens, failed: str) -> None:

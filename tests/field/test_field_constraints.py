@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from qwen_onnx import UserError, load
 from qwen_onnx.runners.sampling.constraint import as_constraint
 from qwen_onnx.runners.sampling.schema import closed
 from support.chats import endless, tiny
@@ -175,43 +174,6 @@ def test_l10_a_line_has_its_own_constraint_tools_and_thinking(tmp_path: Path) ->
     assert found[1]["text"] in ("yes", "no")
     assert "no switch for thinking" in found[2]["error"]
     assert "'tipe'" in found[3]["error"]
-
-
-def test_o1_patterns_that_explode_together_are_refused_before_they_are_compiled() -> None:
-    patterns = [{"type": "string", "pattern": f"(.*a.{{{i}}}b.*)"} for i in range(39)]
-    refused(as_constraint, json_schema={"allOf": patterns}, mentions=("patterns and formats where",))
-    assert as_constraint(json_schema={"allOf": patterns[:2]}) is not None
-    chain: dict[str, Any] = {"$ref": "#/$defs/d0", "$defs": {}}
-    nested: dict[str, Any] = {"type": "string"}
-    for i, each in enumerate(patterns[:20]):
-        chain["$defs"][f"d{i}"] = {**each, "$ref": f"#/$defs/d{i + 1}"}
-        nested = {**each, "anyOf": [nested]}
-    chain["$defs"]["d20"] = {"type": "string"}
-    for schema in (chain, nested):
-        refused(
-            as_constraint, json_schema=schema, mentions=("patterns and formats where parts are combined",)
-        )
-    apart = {"type": "object", "properties": {f"p{i}": each for i, each in enumerate(patterns[:20])}}
-    assert as_constraint(json_schema=apart) is not None
-
-
-def test_o6_a_prompt_of_megabytes_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it comes; one that fits is not."""
-    chat = load(tiny(), provider="cpu", threads=1)
-    assert chat.tokenizer is not None
-    longest, real = [], type(chat.tokenizer).encode
-
-    def encode(self: Any, text: str, **options: bool) -> list[int]:
-        longest.append(len(text))
-        return real(self, text, **options)
-
-    monkeypatch.setattr(type(chat.tokenizer), "encode", encode)
-    for prompt in ("x y " * 2_000_000, [{"role": "user", "content": "x y " * 200_000}]):
-        with pytest.raises(UserError, match="the context holds 2,048 with the answer"):
-            next(chat.generate(prompt))
-    assert max(longest) <= 8 * 2048
-    words = "the the " * 4_000  # as long, and within as many tokens
-    assert len(chat.prompt_ids(words, most=16_000)) <= 16_000
 
 
 def test_json_is_text_as_it_is(tmp_path: Path) -> None:
