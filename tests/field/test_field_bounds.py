@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from qwen_onnx.runners.sampling.grammar import Grammars, _on_deep_stack
 from qwen_onnx.runners.text.vocabulary import Vocabulary
 from support.chats import tiny
 from support.refusals import refused
+from support.repl import CTRL_D, talk
 
 
 def test_o1_patterns_that_explode_together_are_refused_before_they_are_compiled() -> None:
@@ -102,3 +104,26 @@ def test_o6_a_prompt_of_megabytes_is_refused_by_its_beginning(monkeypatch: pytes
     assert max(longest) <= 8 * 2048
     words = "the the " * 4_000  # as long, and within as many tokens
     assert len(chat.prompt_ids(words, most=16_000)) <= 16_000
+
+
+def test_o6_in_a_chat_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is typed and what is read; the chat goes on."""
+    chat = load(tiny(), provider="cpu", threads=1)
+    assert chat.tokenizer is not None
+    longest, real = [], type(chat.tokenizer).encode
+
+    def encode(self: Any, text: str, **options: bool) -> list[int]:
+        longest.append(len(text))
+        return real(self, text, **options)
+
+    monkeypatch.setattr(type(chat.tokenizer), "encode", encode)
+    (tmp_path / "big").write_text("x y " * 200_000)
+    lines = (f"/read {tmp_path / 'big'}", "/read /dev/zero", "x y " * 200_000, "What is 3 plus 4?", CTRL_D)
+    assert talk(chat, *lines) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == "3 plus 4 is 7."
+    assert err.count("the context holds 2,048 with the answer") == 2
+    assert "error: /read /dev/zero: larger than 16 MiB" in err
+    assert max(longest) <= 8 * 2048

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from qwen_onnx.cli.chat import shown
 from qwen_onnx.cli.chat.commands import HELP, OF_CHATS, block, file_argument, parse_command
 from qwen_onnx.cli.chat.conversation import Conversation, with_room
 from qwen_onnx.cli.chat.settings import changed
-from qwen_onnx.cli.chat.shown import read_text, shortened, show_messages, show_params, show_stats, show_tokens
 from qwen_onnx.cli.completion import Completion, bounded, complete, verify_for_template
 from qwen_onnx.cli.terminal.output import answer, tell
 from qwen_onnx.errors import UserError
@@ -94,7 +94,7 @@ class Repl:
             case "/reset":
                 self._reset()
             case "/show":
-                show_messages(self._conversation.messages)
+                shown.show_messages(self._conversation.messages)
                 _tell_unless(bool(self._conversation.messages), "nothing was said yet")
             case "/read":
                 self._read(file_argument(command, rest))
@@ -112,7 +112,7 @@ class Repl:
             case "/tool":
                 self._give(rest)
             case "/params":
-                show_params(self._chat, self._asked)
+                shown.show_params(self._chat, self._asked)
             case "/set":
                 self._set(rest)
             case "/save":
@@ -120,7 +120,7 @@ class Repl:
             case "/load":
                 self._load(file_argument(command, rest))
             case "/stats":
-                show_stats(self._chat, self._last)
+                shown.show_stats(self._chat, self._last)
             case _ if self._raw:
                 self._complete(line if text is None else text)
             case _ if text is not None:
@@ -139,10 +139,8 @@ class Repl:
             self._chat.rewind([])
 
     def _reset(self) -> None:
-        turns, kept = (
-            len(self._conversation.turns),
-            "; the system message stays" if self._conversation.system else "",
-        )
+        turns = len(self._conversation.turns)
+        kept = "; the system message stays" if self._conversation.system else ""
         self._conversation.reset()
         self._before = ""
         self._forget()
@@ -157,17 +155,17 @@ class Repl:
             tell("nothing to undo")
         else:
             tell(
-                f"(forgot {shortened(question)} and its answer; turns left: {len(self._conversation.turns)})"
+                f"(forgot {shown.shortened(question)} and its answer; turns left: {len(self._conversation.turns)})"
             )
 
     def _read(self, path: Path) -> None:
-        text = read_text(path)
+        text = shown.read_text(self._chat, path)
         self._before = f"{self._before}{text}\n\n"
         tell(f"(read {path}: {len(text):,} characters, which go before your next question)")
 
     def _tokens(self, text: str) -> None:
         if text:
-            show_tokens(self._chat, text)
+            shown.show_tokens(self._chat, text)
         else:
             messages = self._conversation.messages
             count = self._count(messages) if messages else 0
@@ -182,6 +180,7 @@ class Repl:
         if self._before and message["role"] == "user":
             message = {**message, "content": f"{self._before}{message['content']}"}
             self._before = ""
+        shown.verify_length(self._chat, str(message["content"]))
         self._reply([*self._conversation.messages, message])
 
     def _retry(self) -> None:
@@ -230,7 +229,7 @@ class Repl:
             verify_for_template(self._chat, asked)
             verify_request(self._chat.runner, self._chat.request(asked))
             self._asked = asked
-        show_params(self._chat, self._asked)
+        shown.show_params(self._chat, self._asked)
 
     def _save(self, path: Path) -> None:
         self._chat.save(path, messages=self._conversation.messages)
@@ -242,7 +241,7 @@ class Repl:
         self._conversation.messages = messages
         tell(f"loaded {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
         if turns := self._conversation.turns:
-            show_messages(messages[turns[-1] :])
+            shown.show_messages(messages[turns[-1] :])
 
 
 def _tell_unless(done: bool, text: str) -> None:

@@ -12,6 +12,7 @@ from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Message
 
 _SHORT = 60  # characters of a question that is named
+_LARGEST = 16 << 20  # bytes of a file that goes before a question
 
 
 def show_messages(messages: Sequence[Message]) -> None:
@@ -57,14 +58,26 @@ def shortened(message: Message) -> str:
     return repr(text if len(text) <= _SHORT else f"{text[:_SHORT]}...")
 
 
-def read_text(path: Path) -> str:
+def verify_length(chat: Chat, text: str) -> None:
+    """Raises UserError for a text that is far longer than the context: all of it would take minutes to encode."""
+    if chat.tokenizer is not None:
+        chat.tokenizer.verify_length(text, chat.runner.context_length)
+
+
+def read_text(chat: Chat, path: Path) -> str:
     """A UTF-8 file.
 
     Raises:
-        UserError: it cannot be read, or is no text.
+        UserError: it cannot be read, is no text, or far longer than the context.
     """
     try:
-        return path.read_text(encoding="utf-8-sig").strip()
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)  # a device may have no end
+        if len(content) > _LARGEST:
+            raise UserError(f"/read {path}: larger than {_LARGEST >> 20} MiB")
+        text = content.decode("utf-8-sig").strip()
+        verify_length(chat, text)
+        return text
     except UnicodeDecodeError as error:
         raise UserError(f"/read {path}: not UTF-8 (byte {error.start})") from None
     except (OSError, ValueError) as error:  # a null byte in the name
