@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from qwen_onnx import export, load
 from qwen_onnx.runners.sampling.constraint import as_constraint
 from qwen_onnx.runners.sampling.schema import closed
-from support.chats import endless, tiny
+from support.chats import endless, tiny, write_chat_checkpoint
 from support.command import command
 from support.refusals import refused
+from support.text_fixtures import QWEN3_LIKE
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
 
@@ -174,6 +176,30 @@ def test_l10_a_line_has_its_own_constraint_tools_and_thinking(tmp_path: Path) ->
     assert found[1]["text"] in ("yes", "no")
     assert "no switch for thinking" in found[2]["error"]
     assert "'tipe'" in found[3]["error"]
+    ran = command("run", tiny(), "--provider", "cpu", "--batch", tmp_path / "lines", "--regex", "[0-9]")
+    again = [json.loads(line) for line in ran.out.splitlines()]
+    assert [each["text"] for each in again[:2]] == [each["text"] for each in found[:2]], "the line's own"
+
+
+def test_l10_a_line_has_tools_of_its_own(tmp_path: Path) -> None:
+    """Its prompt is that of `generate` with these tools."""
+    checkpoint = write_chat_checkpoint(tmp_path / "m", template=QWEN3_LIKE, max_position_embeddings=1024)
+    out = export(checkpoint, tmp_path / "out").folder
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    lines: list[dict[str, Any]] = [
+        {"prompt": "x", "tools": tools},
+        {"prompt": "x"},
+        {"prompt": "x", "tools": 3},
+    ]
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = command("run", out, "--provider", "cpu", "--batch", tmp_path / "lines", "--max-new-tokens", "2")
+    found = [json.loads(line) for line in ran.out.splitlines()]
+    chat, asked = load(out, provider="cpu"), [{"role": "user", "content": "x"}]
+    wanted = [len(chat.prompt_ids(asked, tools=tools)), len(chat.prompt_ids(asked))]
+    assert [each["prompt_tokens"] for each in found[:2]] == wanted
+    assert wanted[0] > wanted[1]
+    assert found[0]["tool_calls"] == []
+    assert "tools 3" in found[2]["error"]
 
 
 def test_json_is_text_as_it_is(tmp_path: Path) -> None:

@@ -132,7 +132,9 @@ def test_m1_a_question_of_several_lines_scrolls_and_only_the_reader_stops_it(pag
 def test_m1_a_full_context_drops_the_oldest_turns_as_the_terminal_does(page: Page) -> None:
     turns = [f"Repeat after me: {'cloud river ' * 150}"] * 7
     found = page("fills", turns=turns)
-    assert found["notes"] == ["The context is full: the model no longer sees what is above."]
+    assert found["notes"] == [
+        "The context has no room left for an answer: the model no longer sees what is above."
+    ]
     # One that fits in no context is given back, and the chat goes on.
     assert re.search(r"\d+ tokens long, and the context holds 2048", found["error"])
     assert found["back"].startswith("word word")

@@ -21,6 +21,7 @@ from qwen_onnx.runners.text.prompts import verified_messages
 MOST_BYTES = 16 << 20
 """Of a line."""
 _OPTIONS = tuple(name for name, option in declared(Request).items() if option.of_lines)
+_CONSTRAINTS = ("json_schema", "regex")
 _KEYS = ("messages", "prompt", "id", *_OPTIONS)
 
 
@@ -118,6 +119,8 @@ def parse_line(
     own = {name: value[name] for name in _OPTIONS if value.get(name) is not None}
     if any(name in own for name in DRAWING):  # --greedy was for lines that say nothing
         asked = {name: value for name, value in asked.items() if name != "do_sample"}
+    if any(name in own for name in _CONSTRAINTS):  # the line's is in place of the command's
+        asked = {name: value for name, value in asked.items() if name not in _CONSTRAINTS}
     made(Request, own)
     return prompt, {**asked, **own}
 

@@ -69,7 +69,7 @@ async function load() {
   message.focus();
 }
 
-const UNSEEN = "The context is full: the model no longer sees what is above.";
+const UNSEEN = "The context has no room left for an answer: the model no longer sees what is above.";
 
 /** Asks a question; where nothing of an answer came, it is given back to be changed. */
 async function send(text) {
