@@ -351,7 +351,7 @@ Results.write = announcing
         process.send_signal(signal.SIGINT)
         said, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, said) == (130, b"")
-    assert err.decode() == "interrupted: 1 done; the same command goes on from there\n"
+    assert err.decode() == f"interrupted: 1 done, in {out}; the same command goes on from there\n"
     (record,) = records(out.read_text())
     assert (record["line"], len(record["token_ids"])) == (1, 3)
 

@@ -135,8 +135,9 @@ def complete_file(
                     new_tokens, answered = new_tokens + item.new_tokens, answered + 1
                     show(results, item.line.end)
         except KeyboardInterrupt:
-            then = "" if options.out is None else "; the same command goes on from there"
-            tell(f"interrupted: {results.done} done{then}")
+            failed = f", {results.failed} of them failed" if results.failed else ""
+            then = "" if options.out is None else f", in {options.out}; the same command goes on from there"
+            tell(f"interrupted: {results.done} done{failed}{then}")
             return 130
     if stats:
         words = f"{results.done} lines, {results.failed} failed, {new_tokens} new tokens"
