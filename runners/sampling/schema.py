@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qwen_onnx.errors import UserError
+
+Schema = Mapping[str, Any]
 
 _ONE = ("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
         "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
@@ -34,6 +37,7 @@ _OF_OBJECTS = (
     "additionalProperties", "dependentRequired", "dependencies", "minProperties", "patternProperties", "properties",
     "propertyNames", "required", "unevaluatedProperties",
 )  # fmt: skip
+_TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
 _CLOSED_BY = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
 
 
@@ -70,27 +74,28 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     Objects that say so themselves (`additionalProperties`), and parts that are combined with others, stay as they
     are: closed, they could contradict each other. So do all definitions, where one of them is such a part.
     """
-    refs = set(_combined_refs(schema, combined=False))
+    refs = set(_combined_refs(schema, schema, combined=False))
     if any(not ref.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS)) for ref in refs):
         return dict(schema)  # of some other place in it
-    return _closed(schema, combined=False, definitions=bool(refs))
+    return _closed(schema, schema, combined=False, definitions=bool(refs))
 
 
-def _closed(schema: Mapping[str, Any], *, combined: bool, definitions: bool) -> dict[str, Any]:
+def _closed(schema: Schema, root: Schema, *, combined: bool, definitions: bool) -> dict[str, Any]:
     copy = dict(schema)
     alone = not combined and not any(name in schema for name in (*_COMBINED, *_CLOSED_BY))
     if "properties" in schema and alone and isinstance(properties := schema["properties"], Mapping):
         copy["additionalProperties"] = False
-        required = schema.get("required")
-        names = required if isinstance(required, list) else []
+        names = _required(schema)
         # What is required is named, if nothing more.
         copy["properties"] = {**properties, **{name: {} for name in names if name not in properties}}
     for name, value in copy.items():
-        inside = _is_combined(schema, name, combined=combined) or (name in _DEFINITIONS and definitions)
+        inside = _is_combined(schema, name, root, combined=combined) or (name in _DEFINITIONS and definitions)
 
         def inner(each: Any, inside: bool = inside) -> Any:
             return (
-                _closed(each, combined=inside, definitions=definitions) if isinstance(each, Mapping) else each
+                _closed(each, root, combined=inside, definitions=definitions)
+                if isinstance(each, Mapping)
+                else each
             )
 
         if name in _NAMED and isinstance(value, Mapping):
@@ -102,16 +107,16 @@ def _closed(schema: Mapping[str, Any], *, combined: bool, definitions: bool) -> 
     return copy
 
 
-def _combined_refs(schema: Mapping[str, Any], *, combined: bool) -> Iterator[str]:
+def _combined_refs(schema: Schema, root: Schema, *, combined: bool) -> Iterator[str]:
     """References to what something else is said of, too."""
     beside = any(name in schema for name in (*_COMBINED, *_OF_OBJECTS) if name != "$ref")
     if (combined or beside) and isinstance(ref := schema.get("$ref"), str):
         yield ref
     for name, inner in _inner(schema):
-        yield from _combined_refs(inner, combined=_is_combined(schema, name, combined=combined))
+        yield from _combined_refs(inner, root, combined=_is_combined(schema, name, root, combined=combined))
 
 
-def _is_combined(schema: Mapping[str, Any], name: str, *, combined: bool) -> bool:
+def _is_combined(schema: Schema, name: str, root: Schema, *, combined: bool) -> bool:
     """Whether the schemas under this keyword are parts of an object that others describe, too."""
     if name in _DEFINITIONS:
         return False
@@ -123,7 +128,62 @@ def _is_combined(schema: Mapping[str, Any], name: str, *, combined: bool) -> boo
     # Alternatives, or one part alone, as of pydantic's references, are combined with nothing.
     parts = schema[name]
     single = name in _ALTERNATIVES or (name == "allOf" and isinstance(parts, list) and len(parts) == 1)
+    if name == "oneOf" and not _exclude(parts, root):
+        return True
     return not single or len(combiners) > 1 or any(each in schema for each in _OF_OBJECTS)
+
+
+def _exclude(parts: object, root: Schema) -> bool:
+    """Whether what one of the parts takes when it is closed, no other takes as it was given: `oneOf` still holds."""
+    if not isinstance(parts, list):
+        return False
+    found = [_resolved(part, root) for part in parts]
+    return all(_never(one, other) for one, other in itertools.permutations(found, 2))
+
+
+def _resolved(part: object, root: Schema) -> Schema:
+    """The definition that a part refers to, where that is all it does."""
+    if not isinstance(part, Mapping):
+        return {}
+    place, _, name = str(part.get("$ref", "")).removeprefix("#/").partition("/")
+    named = root.get(place) if place in _DEFINITIONS else None
+    found = named.get(name) if isinstance(named, Mapping) else None
+    return found if isinstance(found, Mapping) else part
+
+
+def _never(one: Schema, other: Schema) -> bool:
+    """No value of `one`, closed, is one of `other`: of another type, or told apart by what is required."""
+    types = {str(one.get("type")), str(other.get("type"))}
+    if len(types) == 2 and types <= _TYPES and types != {"integer", "number"}:
+        return True
+    mine, its = one.get("properties"), other.get("properties")
+    if types != {"object"} or not isinstance(mine, Mapping):
+        return False
+    if any(name in one for name in (*_COMBINED, *_CLOSED_BY)):  # not closed, and so anything
+        return False
+    needed, given = set(_required(other)), set(_required(one))
+    if needed - given - mine.keys():
+        return True
+    if not isinstance(its, Mapping):
+        return False
+    shared = given & mine.keys() & its.keys()
+    pairs = [(_values(mine[name]), _values(its[name])) for name in shared]
+    return any(left and right and left.isdisjoint(right) for left, right in pairs)
+
+
+def _values(schema: object) -> set[str]:
+    """All that a `const` or an `enum` of texts lets through; nothing where that is not all."""
+    if not isinstance(schema, Mapping):
+        return set()
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return (
+        set(values) if isinstance(values, list) and all(isinstance(each, str) for each in values) else set()
+    )
+
+
+def _required(schema: Schema) -> list[str]:
+    names = schema.get("required")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -127,6 +127,27 @@ def test_k11_closing_leaves_no_contradiction() -> None:
     assert found["additionalProperties"] is found["properties"]["y"]["additionalProperties"] is False
 
 
+def test_k11_one_of_several_stays_one() -> None:
+    """Closed where no answer to one is an answer to another as it was given: else as they are."""
+
+    def kind(name: str, **more: Any) -> dict[str, Any]:
+        return {"type": "object", "properties": {"kind": {"const": name}, **more}, "required": ["kind"]}
+
+    other = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
+    for parts in ([kind("x"), kind("y", z={})], [CITY, other], [CITY, {"type": "null"}]):
+        found = closed({"oneOf": parts})["oneOf"]
+        assert [each.get("additionalProperties") for each in found if each["type"] == "object"] == [
+            False for each in parts if each["type"] == "object"
+        ]
+    union = {
+        "$defs": {"X": kind("x"), "Y": kind("y")},
+        "oneOf": [{"$ref": "#/$defs/X"}, {"$ref": "#/$defs/Y"}],
+    }
+    assert all(each["additionalProperties"] is False for each in closed(union)["$defs"].values())
+    for parts in ([CITY, {**CITY, "required": []}], [CITY, {"type": "object", "properties": {}}]):
+        assert closed({"oneOf": parts}) == {"oneOf": parts}
+
+
 def test_k11_an_answer_that_is_cut_off_is_exit_1(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text('{"type":"array","minItems":9,"items":{"type":"integer"}}')
     asked = (

@@ -137,7 +137,6 @@ def test_what_is_drawn_under_a_schema_is_valid(count: int) -> None:
         if text is not None:
             value = json.loads(text)
             jsonschema.Draft202012Validator(json.loads(grammar.constraint.text)).validate(value)
-            if "oneOf" not in json.dumps(found):  # of which closing may leave one where several held
-                jsonschema.Draft202012Validator(found).validate(value)
+            jsonschema.Draft202012Validator(found).validate(value)
             done += 1
     assert done > count // 3
