@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from qwen_onnx.checkpoints.fields import Fields
-from qwen_onnx.checkpoints.known_keys import key_notes, refuse_keys
+from qwen_onnx.checkpoints.known_keys import CONFIG, OFF, Key, key_notes, keys, refuse_keys, refused
 from qwen_onnx.checkpoints.rope import RopeScaling, read_rope, rope_notes
 from qwen_onnx.errors import UserError, printable
 
@@ -18,6 +18,37 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 BARE = {"qwen2": "Qwen2Model", "qwen3": "Qwen3Model"}
 """The decoder without a head; the embedding is its head where config.json ties the two."""
 SUPPORTED = "Qwen2ForCausalLM and Qwen3ForCausalLM (dense, not quantized)"
+
+
+CONFIG_KEYS: Mapping[str, Key] = {
+    **CONFIG,
+    **keys(
+        "read",
+        "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads head_dim hidden_act rms_norm_eps max_position_embeddings tie_word_embeddings "
+        "attention_bias rope_theta rope_scaling rope_parameters partial_rotary_factor "
+        "original_max_position_embeddings use_sliding_window sliding_window max_window_layers layer_types "
+        "dual_chunk_attention_config quantization_config compression_config",
+    ),
+    **refused(
+        "tokens that see what follows them (bidirectional attention) are not supported", "is_causal", True
+    ),
+    **refused(
+        "bidirectional attention is not supported",
+        "use_bidirectional_attention use_bidirectional bidirectional_attention bidirectional is_bidirectional",
+        *OFF,
+    ),
+    **refused(
+        "a mixture of experts is not supported", "num_experts num_local_experts moe_intermediate_size", *OFF
+    ),
+    **refused("a layer with a config of its own is not supported", "per_layer_config", None, {}),
+    **refused("pruned heads are not supported", "pruned_heads", None, {}, []),
+    **refused("encoders are not supported", "is_encoder_decoder add_cross_attention", *OFF),
+    **refused("biases of the MLP are not supported", "mlp_bias", *OFF),
+    **refused("only text is supported", "use_mrope vision_config audio_config text_config", *OFF, {}),
+    **refused("Qwen 1's attention is not supported", "use_logn_attn use_dynamic_ntk", *OFF),
+}
+"""What each key of config.json means here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +153,7 @@ def config_notes(raw: Mapping[str, Any]) -> Iterator[str]:
             "the export has no more"
         )
     yield from rope_notes(raw)
-    yield from key_notes("config.json", raw)
+    yield from key_notes("config.json", raw, CONFIG_KEYS)
 
 
 def _named_architecture(raw: Mapping[str, Any]) -> Any:
@@ -143,7 +174,7 @@ def _model_type(raw: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    refuse_keys("config.json", raw)
+    refuse_keys("config.json", raw, CONFIG_KEYS)
     if (hidden_act := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UserError(f"config.json: hidden_act {hidden_act!r} found; supported is 'silu'")
 

@@ -30,33 +30,38 @@ class Key:
     """Values with which a `noted` or `refused` key changes nothing."""
 
 
-def _keys(use: Literal["read", "harmless"], names: str) -> dict[str, Key]:
+def keys(use: Literal["read", "harmless"], names: str) -> dict[str, Key]:
+    """Each of the names, read or harmless."""
     return dict.fromkeys(names.split(), Key(use))
 
 
-def _refused(reason: str, names: str, *neutral: Any) -> dict[str, Key]:
+def refused(reason: str, names: str, *neutral: Any) -> dict[str, Key]:
+    """Each of the names; refused with values other than `neutral`."""
     return dict.fromkeys(names.split(), Key("refused", reason, neutral))
 
 
-def _noted(reason: str, names: str, *neutral: Any) -> dict[str, Key]:
+def noted(reason: str, names: str, *neutral: Any) -> dict[str, Key]:
+    """Each of the names; named in a note with values other than `neutral`."""
     return dict.fromkeys(names.split(), Key("noted", reason, neutral))
 
 
-def _unsupported(**neutral: Any) -> dict[str, Key]:
+def unsupported(**neutral: Any) -> dict[str, Key]:
+    """Options of generation that are not followed here, with the values that change nothing."""
     return {name: Key("noted", "not supported", (None, value)) for name, value in neutral.items()}
 
 
-_OFF = (None, False, 0)
+OFF = (None, False, 0)
+"""Values of what is switched off."""
 _OWN_CODE = "the checkpoint's own code is not run"
 
 GENERATION: Mapping[str, Key] = {
-    **_keys(
+    **keys(
         "read",
         "do_sample temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty "
         "max_new_tokens min_new_tokens stop_strings eos_token_id",
     ),
     # Of other kinds of decoding, of memory and speed, of what transformers returns beside the ids.
-    **_keys(
+    **keys(
         "harmless",
         "bos_token_id pad_token_id decoder_start_token_id transformers_version _from_model_config _commit_hash "
         "_original_object_hash use_cache cache_implementation cache_config max_cache_len return_legacy_cache "
@@ -67,7 +72,7 @@ GENERATION: Mapping[str, Key] = {
         "max_matching_ngram_size speculation_type use_mtp disable_compile compile_config "
         "continuous_batching_config prefill_chunk_size",
     ),
-    **_unsupported(
+    **unsupported(
         num_beams=1, num_beam_groups=1, diversity_penalty=0.0, length_penalty=1.0, early_stopping=False,
         typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, min_length=0, no_repeat_ngram_size=0,
         encoder_no_repeat_ngram_size=0, encoder_repetition_penalty=1.0, guidance_scale=1.0, token_healing=False,
@@ -81,16 +86,8 @@ GENERATION: Mapping[str, Key] = {
 
 CONFIG: Mapping[str, Key] = {
     **GENERATION,
-    **_keys(
-        "read",
-        "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "num_key_value_heads head_dim hidden_act rms_norm_eps max_position_embeddings tie_word_embeddings "
-        "attention_bias rope_theta rope_scaling rope_parameters partial_rotary_factor "
-        "original_max_position_embeddings use_sliding_window sliding_window max_window_layers layer_types "
-        "dual_chunk_attention_config quantization_config compression_config",
-    ),
     # How a model was trained, loaded or saved; heads of other tasks; the tensors say what type they are.
-    **_keys(
+    **keys(
         "harmless",
         "dtype torch_dtype _name_or_path name_or_path use_return_dict return_dict torchscript use_bfloat16 "
         "tf_legacy_loss attention_dropout initializer_range gradient_checkpointing chunk_size_feed_forward "
@@ -102,31 +99,14 @@ CONFIG: Mapping[str, Key] = {
         "base_model_ep_plan base_model_fsdp_plan num_nextn_predict_layers mtp_layer_types unsloth_version "
         "unsloth_fixed transformers.js_config",
     ),
-    **_noted(_OWN_CODE, "auto_map custom_pipelines", None, {}),
-    **_refused(
-        "tokens that see what follows them (bidirectional attention) are not supported", "is_causal", True
-    ),
-    **_refused(
-        "bidirectional attention is not supported",
-        "use_bidirectional_attention use_bidirectional bidirectional_attention bidirectional is_bidirectional",
-        *_OFF,
-    ),
-    **_refused(
-        "a mixture of experts is not supported", "num_experts num_local_experts moe_intermediate_size", *_OFF
-    ),
-    **_refused("a layer with a config of its own is not supported", "per_layer_config", None, {}),
-    **_refused("pruned heads are not supported", "pruned_heads", None, {}, []),
-    **_refused("encoders are not supported", "is_encoder_decoder add_cross_attention", *_OFF),
-    **_refused("biases of the MLP are not supported", "mlp_bias", *_OFF),
-    **_refused("only text is supported", "use_mrope vision_config audio_config text_config", *_OFF, {}),
-    **_refused("Qwen 1's attention is not supported", "use_logn_attn use_dynamic_ntk", *_OFF),
+    **noted(_OWN_CODE, "auto_map custom_pipelines", None, {}),
 }
-"""config.json."""
+"""Keys of config.json that shape no model; those that do are in config.py, where they are read."""
 
 TOKENIZER: Mapping[str, Key] = {
-    **_keys("read", "chat_template added_tokens_decoder bos_token eos_token unk_token pad_token"),
+    **keys("read", "chat_template added_tokens_decoder bos_token eos_token unk_token pad_token"),
     # Of batches, of lengths, of Python; of the special tokens' names; files that are found by their own names.
-    **_keys(
+    **keys(
         "harmless",
         "sep_token cls_token mask_token additional_special_tokens extra_special_tokens "
         "model_specific_special_tokens tokenizer_class processor_class name_or_path _name_or_path verbose "
@@ -139,37 +119,31 @@ TOKENIZER: Mapping[str, Key] = {
         "transformers_version _commit_hash fix_mistral_regex",
     ),
     # Parts of tokenizer.json, as transformers hands them on to itself.
-    **_keys(
+    **keys(
         "harmless",
         "tokenizer tokenizer_padding tokenizer_truncation _json_padding _json_truncation post_processor unk_id "
         "_spm_precompiled_charsmap slow_tokenizer fast_tokenizer",
     ),
-    **_noted(_OWN_CODE, "auto_map", None, {}),
-    **_noted("tokenizer.json decides", "add_prefix_space", *_OFF),
-    **_refused("special tokens are always one token here", "split_special_tokens", *_OFF),
+    **noted(_OWN_CODE, "auto_map", None, {}),
+    **noted("tokenizer.json decides", "add_prefix_space", *OFF),
+    **refused("special tokens are always one token here", "split_special_tokens", *OFF),
 }
 """tokenizer_config.json."""
 
-FILES: Mapping[str, Mapping[str, Key]] = {
-    "config.json": CONFIG,
-    "tokenizer_config.json": TOKENIZER,
-}
 
-
-def refuse_keys(file: str, raw: Mapping[str, Any]) -> None:
+def refuse_keys(file: str, raw: Mapping[str, Any], known: Mapping[str, Key]) -> None:
     """Refuse what would be computed otherwise than the file says.
 
     Raises:
         UserError: naming the key, its value and the reason.
     """
-    for name, key in FILES[file].items():
+    for name, key in known.items():
         if key.use == "refused" and name in raw and raw[name] not in key.neutral:
             raise UserError(f"{file}: {name} {reprlib.repr(raw[name])} found; {key.reason}")
 
 
-def key_notes(file: str, raw: Mapping[str, Any]) -> Iterator[str]:
+def key_notes(file: str, raw: Mapping[str, Any], known: Mapping[str, Key]) -> Iterator[str]:
     """What of the file is passed over and could matter: one line for all keys that nobody knows."""
-    known = FILES[file]
     for name, key in known.items():
         unused = key.use == "noted" and name not in GENERATION
         if unused and name in raw and raw[name] not in key.neutral:
@@ -185,8 +159,8 @@ def tokenizer_notes(folder: Path) -> Iterator[str]:
         UserError: a key that is refused, or no JSON object.
     """
     if (path := folder / "tokenizer_config.json").is_file():
-        refuse_keys(path.name, raw := read_json(path))
-        yield from key_notes(path.name, raw)
+        refuse_keys(path.name, raw := read_json(path), TOKENIZER)
+        yield from key_notes(path.name, raw, TOKENIZER)
 
 
 def shortened(names: list[str]) -> str:

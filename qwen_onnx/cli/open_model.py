@@ -12,7 +12,6 @@ from qwen_onnx.cli.terminal.question import confirmed
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.cached.find import find_export
 from qwen_onnx.exports.cached.options import ModelOptions
-from qwen_onnx.exports.cached.size import CONTEXT, export_size, gigabytes
 from qwen_onnx.exports.layouts.known import chosen_layout, output_folder
 from qwen_onnx.exports.options import ExportOptions, export_positions
 from qwen_onnx.exports.publish.output_folder import refuse_output
@@ -112,6 +111,12 @@ class DownloadQuestion:
 
     def __call__(self, download: Download) -> None:
         """Raises UserError where the answer is no."""
+        from qwen_onnx.exports.cached.size import (  # here: it imports what makes graphs
+            CONTEXT,
+            export_size,
+            gigabytes,
+        )
+
         size = "its weights" if download.nbytes is None else gigabytes(download.nbytes)
         tell(f"{download.model_id}: {size} to download, to {download.folder}")
         for dtype in self._dtypes:

@@ -59,7 +59,7 @@ class PageServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: PageServer
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride] - only PageServer makes it
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "qwen-onnx", ""
     timeout = 60  # seconds that a connection may say nothing

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
@@ -54,11 +55,11 @@ def _eos_token_ids(path: Path) -> frozenset[int]:
     value = _read_if_present(path).get("eos_token_id")
     if value is None:
         return frozenset()
-    ids = value if isinstance(value, list) else [value]
+    ids: list[Any] = value if isinstance(value, list) else [value]
     # `True` is an int to Python, and would stop at token 1.
     if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
         raise UserError(f"{path}: eos_token_id must be a token id, a list of them or null; found {value!r}")
-    return frozenset(map(int, ids))
+    return frozenset(ids)
 
 
 def _eos_token(path: Path, tokenizer: Tokenizer) -> frozenset[int]:

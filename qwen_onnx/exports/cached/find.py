@@ -14,7 +14,6 @@ from qwen_onnx.contract.manifest import MANIFEST_FILE, read_manifest
 from qwen_onnx.errors import ExportInProgressError, UserError
 from qwen_onnx.exports.cached.folder import cache_folder, cached_export_path, find_by_name
 from qwen_onnx.exports.cached.options import ModelOptions
-from qwen_onnx.exports.cached.size import CONTEXT, export_size, gigabytes
 from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.exports.publish.staging import recover
 from qwen_onnx.runners.runtime.panels import suits_processor
@@ -106,7 +105,12 @@ def _of_model(
             return path
 
     config = open_checkpoint(source.folder).config  # refused before the next line imports for a second
-    from qwen_onnx.exports.panels import possible_panels  # here, because it imports what makes graphs
+    from qwen_onnx.exports.cached.size import (  # here: they import what makes graphs
+        CONTEXT,
+        export_size,
+        gigabytes,
+    )
+    from qwen_onnx.exports.panels import possible_panels
 
     path, weights_order = cached_export_path(cache, source, dtype), "checkpoint"
     if in_panels in kinds and possible_panels(config) == _MEASURED_PANELS:

@@ -1,22 +1,29 @@
-"""What an export of a model takes on disk and in memory, computed from its config."""
+"""What an export of a model takes on disk and in memory, computed from the graph that it will have."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import NamedTuple
 
 from qwen_onnx.checkpoints.config import QwenConfig
-from qwen_onnx.contract import QUANTIZED
-from qwen_onnx.contract.quant import QuantConfig
+from qwen_onnx.checkpoints.safetensors_file import StoredTensor
+from qwen_onnx.contract import DTYPES
+from qwen_onnx.exports.layouts.known import choose_layout
 from qwen_onnx.exports.options import ExportOptions
+from qwen_onnx.exports.plan import ExportKind, build_planned, checkpoint_plan, graph_plans
+from qwen_onnx.exports.weights import quant_of, rotary_tensors, stored_as
+from qwen_onnx.graphs.graph_file import parameters
 
 CONTEXT = 4096
-"""Tokens in the cache that memory is told with."""
+"""Tokens in the cache that memory is told with, where the model has as many positions."""
 
 
 class Size(NamedTuple):
     """In bytes; the runtime itself comes on top, some 100 MB on a CPU."""
 
     disk: int
+    """The weights file, but for its header."""
     memory: int
     """Weights, and a cache of CONTEXT tokens."""
 
@@ -25,10 +32,23 @@ def export_size(config: QwenConfig, dtype: str, provider: str = "cpu") -> Size:
     """Of an export as `dtype`, as it runs on this provider: a CPU holds f16 and bf16 as f32."""
     disk = _weights(config, dtype)
     widened = provider == "cpu" and dtype in ("f16", "bf16")
-    width = 2 if dtype == "f16" and provider != "cpu" else 4
-    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
-    tokens = min(CONTEXT, config.context_length)
-    return Size(disk, (_weights(config, "f32") if widened else disk) + tokens * slot)
+    layout, _ = choose_layout("plain", None, dtype)
+    kind = ExportKind("f32" if widened else dtype, layout, quant=ExportOptions(dtype=dtype).quant)
+    cache = graph_plans(config, kind)[0].cache(config)
+    assert cache is not None
+    slots = cache.nbytes(batch_size=1, slots=min(CONTEXT, config.context_length))
+    return Size(disk, (_weights(config, "f32") if widened else disk) + slots)
+
+
+def model_tensors(config: QwenConfig) -> list[StoredTensor]:
+    """What a checkpoint of this config holds: names and shapes, in no file."""
+    graph = build_planned(checkpoint_plan(), config, 1)
+    found = []
+    for name, value in parameters(graph).items():
+        if value.shape is not None and not name.startswith("rotary."):
+            shape = tuple(value.shape.numpy())
+            found.append(StoredTensor(name, Path(), "BF16", shape, 0, 2 * math.prod(shape)))
+    return found
 
 
 def gigabytes(size: int) -> str:
@@ -38,28 +58,9 @@ def gigabytes(size: int) -> str:
 
 
 def _weights(config: QwenConfig, dtype: str) -> int:
-    """Bytes of the weights file, but for its header."""
-    plan = ExportOptions(dtype=dtype).quant if dtype in QUANTIZED else None
-    width = 2 if dtype in ("f16", "bf16") else 4
-    hidden, middle = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-
-    def matrix(rows: int, columns: int, quant: QuantConfig | None) -> int:
-        if quant is None:
-            return rows * columns * width
-        return rows * (quant.row_bytes(columns) + 4 * quant.blocks(columns))
-
-    of_layers, of_head = (plan.layers, plan.head) if plan else (None, None)
-    layer = sum(
-        matrix(rows, columns, of_layers)
-        for rows, columns in (
-            *((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)),
-            *((middle, hidden), (middle, hidden), (hidden, middle)),
-        )
-    )
-    vectors = 2 * hidden + (queries + 2 * keys) * config.qkv_bias + hidden * config.o_bias
-    vectors += 2 * config.head_dim * config.qk_norm
-    embeddings = matrix(config.vocab_size, hidden, of_head) * (1 if config.tie_word_embeddings else 2)
-    rotary = config.context_length * config.head_dim * 4
-    return config.num_hidden_layers * (layer + vectors * width) + hidden * width + embeddings + rotary
+    quant = ExportOptions(dtype=dtype).quant
+    written = rotary_tensors(config, config.context_length)
+    for tensor in model_tensors(config):
+        own = None if quant is None else quant_of(tensor, quant)
+        written += stored_as(tensor, DTYPES.get(dtype, "F32"), quant=own, panel_rows=None)
+    return sum(tensor.nbytes for tensor in written)

@@ -76,7 +76,7 @@ class Meter:
         elif isinstance(value, list | tuple | set | frozenset):
             items, count = value, len(value)
         elif isinstance(value, _VIEWS):
-            mapping: Mapping[object, object] = value.mapping
+            mapping: Mapping[object, object] = getattr(value, "mapping")  # noqa: B009 - of a view
             items, count = chain.from_iterable(mapping.items()), 2 * len(mapping)
         else:
             return _NUMBER, 0
