@@ -1,4 +1,4 @@
 """ONNX graphs of Qwen decoders, built with onnxscript.
 
-Read lowerings, model, layers, cache, static and build; then blocks, panels, contrib, portable and graph_file.
+Read lowerings, model, layers, cache, static and build; then blocks, panels, contrib and portable.
 """

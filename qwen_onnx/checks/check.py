@@ -25,11 +25,11 @@ from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights, read_manifest
 from qwen_onnx.contract.quant import QuantConfig, QuantPlan
 from qwen_onnx.errors import UserError
+from qwen_onnx.exports.graph_file import verify
 from qwen_onnx.exports.layouts.known import choose_layout
 from qwen_onnx.exports.plan import ExportKind, GraphPlan, graph_plans
 from qwen_onnx.exports.weights import PIECE, OutputTensor, rotary_tensors, stored_as
 from qwen_onnx.exports.writer import hash_file
-from qwen_onnx.graphs.graph_file import verify
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import OPTIMIZATION_LEVELS, SessionOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 WEIGHTS_FILE = "weights.safetensors"
 EXTRA_FILE = "extra.safetensors"
@@ -36,14 +37,6 @@ NUM_LOGITS_TO_KEEP = "num_logits_to_keep"
 LOGITS = "logits"
 NEXT = "next_"
 """What an output is called that becomes an input of the next step: `next_input_ids` and so on."""
-STEP_INPUTS = {
-    "static": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
-    "static-capture": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
-    "static-grouped": {ATTENTION_MASK, POSITION_IDS, WRITE_INDICES},
-    "contrib": {SEQLENS_K, TOTAL_SEQUENCE_LENGTH},
-    "portable": {ATTENTION_MASK, POSITION_IDS},
-}
-"""What the graphs of each lowering take in beside ids and cache; OF_ENTRY says what else."""
 OF_ENTRY = {"greedy": {LOGIT_BIAS}, "score": {NUM_LOGITS_TO_KEEP}}
 """What some entries take in beside."""
 BATCH = "batch_size"
@@ -64,3 +57,24 @@ SHRINK_RESULT = "shrunk"
 PROBE_X, PROBE_WEIGHT, PROBE_Y = "x", "weight", "y"
 PROBE_SIZE = 16
 """Inputs and outputs of the probe's product: the most rows that a panel has."""
+
+
+class LoweringSpec(NamedTuple):
+    """How a runner drives the graphs of a lowering."""
+
+    inputs: frozenset[str]
+    """Beside ids and cache; OF_ENTRY says what else."""
+    cache: Literal["live", "whole", "grown"]
+    """What of the cache a step is given: the slots with tokens in them; all, so that no shape changes from one token
+    to the next; or those before it, to give back more."""
+
+
+_SLOTS = frozenset({ATTENTION_MASK, POSITION_IDS, WRITE_INDICES})
+LOWERINGS = MappingProxyType({
+    "static": LoweringSpec(_SLOTS, "live"),
+    "static-capture": LoweringSpec(_SLOTS, "whole"),
+    "static-grouped": LoweringSpec(_SLOTS, "whole"),
+    "contrib": LoweringSpec(frozenset({SEQLENS_K, TOTAL_SEQUENCE_LENGTH}), "whole"),
+    "portable": LoweringSpec(frozenset({ATTENTION_MASK, POSITION_IDS}), "grown"),
+})  # fmt: skip
+"""By the name that the manifest has."""

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from qwen_onnx import contract
-from qwen_onnx.contract import EXPORT_DTYPES, INPUT_IDS, LAYOUTS, OF_ENTRY, STEP_INPUTS, TARGETS
+from qwen_onnx.contract import EXPORT_DTYPES, INPUT_IDS, LAYOUTS, LOWERINGS, OF_ENTRY, TARGETS
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.json_file import from_json, read_json
 from qwen_onnx.contract.old_formats import from_format_2
@@ -235,9 +235,9 @@ def _graph_fault(manifest: Manifest, graph: GraphSpec) -> str | None:
     for state in cache.states:
         if inputs.pop(state.past, None) != (state.dtype, state.shape) or state.present not in outputs:
             return f"has another {state.past} than its cache"
-    if graph.lowering not in STEP_INPUTS:
+    if (lowering := LOWERINGS.get(graph.lowering)) is None:
         return f"is of lowering {graph.lowering!r}, which this version does not know"
-    if inputs.keys() - {INPUT_IDS} != STEP_INPUTS[graph.lowering] | OF_ENTRY.get(graph.entry, set()):
+    if inputs.keys() - {INPUT_IDS} != lowering.inputs | OF_ENTRY.get(graph.entry, set()):
         return f"has not the inputs of lowering {graph.lowering}"
     return None
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from qwen_onnx.checkpoints.checkpoint import Checkpoint
 from qwen_onnx.contract import DTYPES
 from qwen_onnx.errors import UserError
-from qwen_onnx.graphs.graph_file import parameters
+from qwen_onnx.exports.graph_file import parameters
 
 _PLAUSIBLE_LAYERS = 200  # the largest Qwen has 80; so few graphs are built in a moment
 

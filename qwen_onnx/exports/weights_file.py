@@ -15,8 +15,8 @@ from pathlib import Path
 
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor
 from qwen_onnx.contract.manifest import FileSpec
+from qwen_onnx.exports.graph_file import PACKED, StoredParameter
 from qwen_onnx.exports.weights import OutputTensor
-from qwen_onnx.graphs.graph_file import PACKED, StoredParameter
 
 PAGE = 4096
 _HEADER = 1 << 20  # bytes left for a header where files have a limit; those of published models take a tenth

@@ -16,6 +16,7 @@ from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.manifest import FileSpec, GraphSpec, is_weights
 from qwen_onnx.contract.quant import QuantConfig
 from qwen_onnx.errors import UserError
+from qwen_onnx.exports.graph_file import StoredParameter, save_graph
 from qwen_onnx.exports.layouts.known import PORTABLE_DTYPES
 from qwen_onnx.exports.layouts.layout import Exported
 from qwen_onnx.exports.plan import (
@@ -28,7 +29,6 @@ from qwen_onnx.exports.plan import (
 from qwen_onnx.exports.tensor_match import match_tensors, verify_depth
 from qwen_onnx.exports.weights import OutputTensor, converted, quant_of, rotary_tensors, stored_as
 from qwen_onnx.exports.weights_file import arrange, in_files, places_in, stored_parameters, write_safetensors
-from qwen_onnx.graphs.graph_file import StoredParameter, save_graph
 from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer, has_tokenizer
 
 Parts = dict[str, list[OutputTensor]]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from qwen_onnx.contract import LOWERINGS
 from qwen_onnx.contract.cache_spec import ResizeKey
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights
 from qwen_onnx.errors import UserError
@@ -117,7 +118,8 @@ def open_graph(
         "greedy" if options.greedy_on_device else "score" if options.speculate or for_scores else "prefill"
     )
     graph, export = manifest.graph(entry, provider), Export(folder, manifest, provider, options, lean)
-    if graph.lowering == "portable":
+    given = LOWERINGS[graph.lowering].cache
+    if given == "grown":
         return _open_growing(export, graph, context_length=context_length, prefill_chunk=prefill_chunk)
     if options.prepack is False and manifest.quantized:
         raise UserError(
@@ -126,7 +128,7 @@ def open_graph(
     if provider == "cuda" and graph.entry == "greedy" and (fault := _cudnn_fault()):
         raise UserError(f"--greedy-on-device needs cuDNN for its argmax: {fault}; or leave it out")
     grouped = None if for_scores else _grouped_decode(manifest, provider)
-    executor = (_open_live_slice if graph.lowering == "static" else _open_fixed)(export, graph, grouped)
+    executor = (_open_live_slice if given == "live" else _open_fixed)(export, graph, grouped)
     return Opened(graph, executor, None)
 
 

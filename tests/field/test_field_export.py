@@ -12,7 +12,7 @@ import pytest
 
 from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.contract.manifest import read_manifest
-from qwen_onnx.graphs.graph_file import verify
+from qwen_onnx.exports.graph_file import verify
 from qwen_onnx.runners.model.runner import Runner
 from support.chats import write_chat_checkpoint
 from support.checkpoints import QWEN2_14_2, QWEN3, QWEN3_BIAS, write_checkpoint

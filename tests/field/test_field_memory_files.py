@@ -16,7 +16,7 @@ import pytest
 from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.contract.manifest import FileSpec, read_manifest
 from qwen_onnx.exports import writer as export_writer
-from qwen_onnx.graphs.graph_file import verify
+from qwen_onnx.exports.graph_file import verify
 from qwen_onnx.runners.model.runner import Runner
 from support import sparse
 from support.chats import copy_export, tiny

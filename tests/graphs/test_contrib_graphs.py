@@ -17,9 +17,9 @@ from onnx import TensorProto
 
 from qwen_onnx import contract
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header
+from qwen_onnx.exports.graph_file import StoredParameter, save_graph
 from qwen_onnx.exports.layouts.known import choose_layout
 from qwen_onnx.exports.plan import ExportKind, build_planned, graph_plans
-from qwen_onnx.graphs.graph_file import StoredParameter, save_graph
 from support.checkpoints import CONFIGS, write_checkpoint
 from support.exports import IDS, ContribCache, Exported, export_checkpoint
 from support.tolerances import EXACT, F16, F16_ORDER, assert_close

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "f32": {},
     "panels": {"weights_order": "panels"},
     "portable": {"target": "portable"},
+    "bf16": {"dtype": "bf16"},
     "f16 of CUDA": {"dtype": "f16"},
     "int8": {"dtype": "int8", "block_size": 32},
     "int4": {"dtype": "int4", "block_size": 32},

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from qwen_onnx import contract
 from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.contract.manifest import GraphSpec
-from qwen_onnx.graphs.graph_file import verify
+from qwen_onnx.exports.graph_file import verify
 from support.checkpoints import CONFIGS
 from support.exports import IDS, Exported, open_on_cpu, past_names, present_names
 from support.tolerances import F16, F16_ORDER, assert_close

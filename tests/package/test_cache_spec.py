@@ -21,13 +21,13 @@ from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.contract import BATCH, CAPACITY, LARGER_CAPACITY, PAST, SHRINK_LENGTH, WEIGHTS_FILE
 from qwen_onnx.contract.cache_spec import CacheSpec, StateSpec
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, TensorSpec, read_manifest, write_manifest
+from qwen_onnx.exports.graph_file import StoredParameter, save_graph
 from qwen_onnx.exports.layouts import layout
 from qwen_onnx.exports.layouts.genai import write_genai_config
 from qwen_onnx.exports.plan import GraphPlan, _resizing, build_planned, graph_spec
 from qwen_onnx.exports.writer import Writer
 from qwen_onnx.graphs.build import build_decoder, build_resize_cache, build_truncate_cache
 from qwen_onnx.graphs.cache import Precision
-from qwen_onnx.graphs.graph_file import StoredParameter, save_graph
 from qwen_onnx.runners.model import buffers
 from qwen_onnx.runners.model.buffers import CacheMemory
 from qwen_onnx.runners.model.executors.live_slice import LiveSlice

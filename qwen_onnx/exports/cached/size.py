@@ -9,11 +9,11 @@ from typing import NamedTuple
 from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor
 from qwen_onnx.contract import DTYPES
+from qwen_onnx.exports.graph_file import parameters
 from qwen_onnx.exports.layouts.known import choose_layout
 from qwen_onnx.exports.options import ExportOptions
 from qwen_onnx.exports.plan import ExportKind, build_planned, checkpoint_plan, graph_plans
 from qwen_onnx.exports.weights import quant_of, rotary_tensors, stored_as
-from qwen_onnx.graphs.graph_file import parameters
 
 CONTEXT = 4096
 """Tokens in the cache that memory is told with, where the model has as many positions."""

@@ -88,12 +88,9 @@ class ContribInputs(StepInputs):
 
 
 def step_inputs(lowering: str, *, on_cpu: bool) -> StepInputs:
-    """Those of a lowering whose shapes do not change from step to step."""
-    if lowering == "contrib":
-        return ContribInputs(fixed=not on_cpu)
-    if lowering in ("static-capture", "static-grouped"):
-        return StaticInputs()
-    raise ValueError(f"no inputs are known of lowering {lowering!r}")
+    """Those of a lowering that is given the whole cache."""
+    names = contract.LOWERINGS[lowering].inputs
+    return ContribInputs(fixed=not on_cpu) if contract.SEQLENS_K in names else StaticInputs()
 
 
 def positions(cache: KVCache, start: int) -> NDArray[np.int64]:
