@@ -20,6 +20,7 @@ from environments import RUNTIMES, prepare
 from qwen_onnx import export, load
 from qwen_onnx.cli.chat.conversation import with_room
 from qwen_onnx.runners.text.reasoning import closed, split
+from qwen_onnx.runners.text.tokenizer import Tokenizer
 from qwen_onnx.web.server import PageServer
 from qwen_onnx.web.site import LIBRARIES, PAGE, Site
 from support.chats import tiny
@@ -165,6 +166,8 @@ def test_m1_a_reload_keeps_the_conversation(page: Page) -> None:
         "<think>\nwell\n</think>\n\n**one**",
         "second",
     ]
+    assert found["half"][0] == "half of"
+    assert found["half"][1].endswith("interrupted")
     assert found["left"] == 0, "New chat, and what is damaged in the storage"
 
 
@@ -297,6 +300,47 @@ console.log(JSON.stringify({
         kept, dropped = with_room(messages, 20, 120, count)
         assert (result["kept"], result["dropped"]) == (kept, dropped)
     assert found["drawn"] == [[1], [0, 1, 2, 3, 4], [1, 3], [1, 3], [1, 3], [3]]
+
+
+def test_k4_k8_the_page_s_tokenizer_is_the_runner_s(scripts: Path, tmp_path: Path) -> None:
+    """Tags that are flagged as special have text, and tokens that stand beside tokenizer.json are tokens."""
+    shutil.copytree(tiny(), tmp_path / "model")
+    size = Tokenizer.from_folder(tiny()).size
+    beside = {
+        str(size + index): {"content": text, "special": special}
+        for index, (text, special) in enumerate([("<think>", True), ("</think>", True), ("<|odd|>", False)])
+    }
+    path = tmp_path / "model/tokenizer_config.json"
+    config = {**json.loads(path.read_text()), "added_tokens_decoder": beside}
+    path.write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_folder(tmp_path / "model")
+    texts = [
+        "",
+        "a",
+        "<think>\nwhy\n</think>\n\nso",
+        "x<|odd|> y",
+        "naïve <|im_end|> <tool_call>{}</tool_call> 😀",
+    ]
+    code = """
+import { readFileSync } from "node:fs";
+import { tokenizerOf } from "./page/tokenizer.js";
+const { texts, files } = JSON.parse(readFileSync(0, "utf8"));
+const tokenizer = tokenizerOf(...files);
+console.log(JSON.stringify(texts.map((text) => {
+  const ids = tokenizer.encode(text);
+  return [ids, tokenizer.decode(ids)];
+})));
+"""
+    (scripts / "tokenizer_cases.mjs").write_text(code)
+    shutil.copytree(PAGE.parent / "libraries", scripts / "page/libraries", dirs_exist_ok=True)
+    files = [json.loads((tmp_path / "model" / name).read_text()) for name in ("tokenizer.json", path.name)]
+    done = subprocess.run(
+        ["node", "tokenizer_cases.mjs"], cwd=scripts, input=json.dumps({"texts": texts, "files": files}),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for text, (ids, said) in zip(texts, json.loads(done.stdout), strict=True):
+        assert ids == tokenizer.encode(text), text
+        assert said == tokenizer.decode(ids), text
 
 
 def _turns(count: int, size: int) -> list[dict[str, str]]:

@@ -17,6 +17,7 @@ let chat = { messages: [], unseen: 0 };
 let answering = false;
 let stopped = false;
 let waiting = null;
+let under = null; // the answer under way, as it would be kept
 
 worker.onmessage = ({ data: { progress, answer, error } }) => {
   if (progress) showProgress(progress);
@@ -120,6 +121,7 @@ async function answer() {
       if (token.finish === "context") numbers += " · the context is full";
       if (token.finish === "length") numbers += " · as many as the settings allow";
       written.numbers(numbers);
+      under = { role: "assistant", content: closed(content, begun), begun, numbers: `${numbers} · interrupted` };
       if (token.finish) break;
     }
     if (stopped) numbers += `${numbers && " · "}stopped`;
@@ -127,6 +129,7 @@ async function answer() {
     if (made) numbers += ` · ${error.message}`;
     else addError(error.message);
   }
+  under = null;
   if (made) {
     chat.messages.push({ role: "assistant", content: closed(content, begun), begun, numbers });
     written.numbers(numbers);
@@ -210,6 +213,11 @@ element("reset").addEventListener("click", () => {
   element("welcome").hidden = false;
   follower.toEnd();
   message.focus();
+});
+
+// Of an answer under way, a reload keeps what was said.
+window.addEventListener("pagehide", () => {
+  if (under) saveChat(model, { ...chat, messages: [...chat.messages, under] });
 });
 
 load();

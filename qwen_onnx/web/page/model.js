@@ -3,12 +3,12 @@
 // The page asks for one thing at a time (load, begin, next) and gets one answer; who wants no more tokens stops
 // asking. The cache stays: of a prompt, only what comes after its common beginning with the last one is computed.
 
-import { Tokenizer } from "./libraries/tokenizers.mjs";
 import { backends, threads } from "./backend.js";
 import { OPEN, withRoom } from "./context.js";
 import { bytes, file, json } from "./files.js";
 import { choose, samplingOf } from "./sampling.js";
 import { templateOf } from "./template.js";
+import { tokenizerOf } from "./tokenizer.js";
 
 const PAST = "past_key_values.";
 const GRAPH = "model.onnx";
@@ -25,13 +25,11 @@ const actions = {
     const [vocabulary, settings] = await Promise.all(
       ["tokenizer.json", "tokenizer_config.json"].map((name) => json(folder, name)),
     );
-    config = "generation_config.json" in manifest.files ? await json(folder, "generation_config.json") : {};
-    tokenizer = new Tokenizer(vocabulary, settings);
+    const optional = (name) => (name in manifest.files ? json(folder, name) : {});
+    config = await optional("generation_config.json");
+    tokenizer = tokenizerOf(vocabulary, settings, await optional("added_tokens.json"));
     template = await templateOf(folder, manifest.files, settings);
-    // The embedding may have more rows than there are tokens: ids from here on name none.
-    named = 1 + Object.values(vocabulary.model.vocab).reduce((a, b) => Math.max(a, b), 0);
-    for (const { id } of vocabulary.added_tokens) named = Math.max(named, id + 1);
-    named = Math.min(named, manifest.vocab_size);
+    named = Math.min(tokenizer.named, manifest.vocab_size);
 
     const names = Object.keys(manifest.files).filter((name) => name.endsWith(".safetensors")); // several, if linked
     const total = [GRAPH, ...names].reduce((sum, name) => sum + manifest.files[name].size, 0);
@@ -70,7 +68,7 @@ const actions = {
     const system = settings.system ? [{ role: "system", content: settings.system }] : [];
     const encode = (texts) => {
       const prompt = template.render(texts, settings.thinking);
-      return { prompt, ids: tokenizer.encode(prompt, { add_special_tokens: false }).ids };
+      return { prompt, ids: tokenizer.encode(prompt) };
     };
     const count = (texts) => encode(texts).ids.length;
     const { kept, dropped } = withRoom([...system, ...messages], Math.min(most, Math.floor(length / 4)), length, count);
@@ -101,7 +99,7 @@ const actions = {
     const id = choose(logits, named, [...prompted, ...made], sampling);
     const ended = manifest.eos_token_ids.includes(id);
     if (!ended) made.push(id);
-    const decoded = tokenizer.decode(made, { skip_special_tokens: true, clean_up_tokenization_spaces: false });
+    const decoded = tokenizer.decode(made);
     const full = held.length >= manifest.context_length;
     const finish = ended ? "eos" : full ? "context" : made.length >= most ? "length" : null;
     // A character may take several tokens: half of one is kept back until the rest comes, or nothing more does.

@@ -136,13 +136,19 @@ export const scenarios = {
     const shown = [await texts(page, ".user"), await texts(page, ".assistant .text"), await page.locator("strong").count()];
     await sent(page, "second", 2);
     const messages = (await asked(page))[0].messages;
+    await fake(page, { answers: [["half of"]], held: true });
+    await send(page, "third");
+    await page.locator(".assistant.writing .text p").waitFor();
+    await page.reload();
+    await page.locator('#status[data-state="ready"]').waitFor();
+    const half = [(await texts(page, ".assistant .text")).at(-1), (await texts(page, ".numbers")).at(-1)];
     await page.locator("#reset").click();
     await page.reload();
     await page.locator('#status[data-state="ready"]').waitFor();
     await page.evaluate(() => localStorage.setItem("qwen-onnx.chat.fake", '{"messages":[{"role":"system"}]}'));
     await page.reload();
     await page.locator('#status[data-state="ready"]').waitFor();
-    return { shown, messages, left: await page.locator("article").count() };
+    return { shown, messages, half, left: await page.locator("article").count() };
   },
 
   async drops(page) {
