@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from qwen_onnx.checkpoints import TEMPLATES_FOLDER
 from qwen_onnx.checkpoints.config import QwenConfig, config_notes, parse_config
 from qwen_onnx.checkpoints.known_keys import tokenizer_notes
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header, refuse_unprintable
@@ -26,8 +27,17 @@ SIDE_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json", "LICENSE",
 )  # fmt: skip
-"""What an export copies as it is, where the checkpoint has it."""
+"""What an export copies as it is, where the checkpoint has it; see side_files."""
 _SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def side_files(folder: Path) -> list[str]:
+    """Those that there are, and the chat templates with names, relative to the folder."""
+    templates = sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))
+    return [
+        *(name for name in SIDE_FILES if (folder / name).is_file()),
+        *(f"{TEMPLATES_FOLDER}/{path.name}" for path in templates if path.is_file()),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +91,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     notes += [*extra, *of_head]
     used = {
         *(tensor.file for tensor in kept.values()),
-        *(folder / name for name in (*SIDE_FILES, INDEX_FILE)),
+        *(folder / name for name in (*side_files(folder), INDEX_FILE)),
     }
     stamps = {path: stamp for path, stamp in stamps.items() if path in used}
     return Checkpoint(folder, config, kept, tuple(notes), stamps)

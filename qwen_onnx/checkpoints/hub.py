@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from qwen_onnx.checkpoints import BUNDLED_MODEL, DEFAULT_MODEL
+from qwen_onnx.checkpoints import BUNDLED_MODEL, DEFAULT_MODEL, TEMPLATES_FOLDER
 from qwen_onnx.checkpoints.checkpoint import INDEX_FILE, SIDE_FILES, SINGLE_FILE
 from qwen_onnx.checkpoints.config import QwenConfig, parse_config
 from qwen_onnx.checkpoints.tensor_names import quantization_note
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
 
-SMALL_FILES = (*SIDE_FILES, INDEX_FILE)
+SMALL_FILES = (*SIDE_FILES, f"{TEMPLATES_FOLDER}/*.jinja", INDEX_FILE)
 """All that an export reads or copies beside the weights."""
 
 __all__ = [

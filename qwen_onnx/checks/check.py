@@ -10,7 +10,7 @@ from typing import ParamSpec
 import onnx
 import safetensors
 
-from qwen_onnx.checkpoints.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint
+from qwen_onnx.checkpoints.checkpoint import Checkpoint, open_checkpoint, side_files
 from qwen_onnx.checkpoints.config import QwenConfig, parse_config
 from qwen_onnx.checkpoints.hub import resolve_model
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header, same_bytes
@@ -154,7 +154,7 @@ def _check_manifest(folder: Path, manifest: Manifest) -> Finding:
                 return Finding(
                     False, f"manifest: context_length is not the {tensor.dims[0]} rows of the tables"
                 )
-    if unlisted := sorted({path.name for path in folder.iterdir()} & {*SIDE_FILES} - manifest.files.keys()):
+    if unlisted := sorted({*side_files(folder)} - manifest.files.keys()):
         return Finding(False, f"manifest: {unlisted[0]} was added to the export")
     has_tokenizer = (folder / TOKENIZER_FILE).exists()
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None

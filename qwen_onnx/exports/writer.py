@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qwen_onnx import contract
-from qwen_onnx.checkpoints.checkpoint import SIDE_FILES, Checkpoint
+from qwen_onnx.checkpoints.checkpoint import Checkpoint, side_files
 from qwen_onnx.contract import DTYPES
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.manifest import FileSpec, GraphSpec, is_weights
@@ -142,10 +142,10 @@ class Writer:
 
     def copy_side_files(self) -> None:
         """As they are; tokenizer.json is made where there are only the files that it is made of."""
-        for name in SIDE_FILES:
-            if (file := self.checkpoint.folder / name).is_file():
-                shutil.copyfile(file, self.folder / name)
-                self.files[name] = hash_file(self.folder / name)
+        for name in side_files(self.checkpoint.folder):
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(self.checkpoint.folder / name, self.folder / name)
+            self.files[name] = hash_file(self.folder / name)
         if TOKENIZER_FILE not in self.files and has_tokenizer(self.folder):
             text = Tokenizer.from_folder(self.folder).backend.to_str()
             (self.folder / TOKENIZER_FILE).write_text(text, encoding="utf-8", newline="")

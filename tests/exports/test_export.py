@@ -174,10 +174,13 @@ def test_side_files_are_copied_untouched(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text(tokenizer_json())
     (model / "chat_template.jinja").write_bytes(b"{% for m in messages %}{{ m.content }}{% endfor %}\r\n")
     (model / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/tool_use.jinja").write_bytes(b"tools\r\n")
     summary = export_model(str(model), tmp_path / "out")
     assert summary.manifest.eos_token_ids == (3, 5)
     assert summary.notes == ()
-    for name in SIDE_FILES:
+    for name in (*SIDE_FILES, "additional_chat_templates/tool_use.jinja"):
+        assert name in summary.manifest.files
         assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
 
 

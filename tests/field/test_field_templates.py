@@ -62,12 +62,30 @@ def test_l6_the_template_of_a_name_is_used(options: dict[str, Any], text: str, t
     assert text_of(encoder, encoder.encode(HI, **options)) == text
 
 
+def with_files(folder: Path) -> PromptEncoder:
+    """The default in chat_template.jinja, the others in a folder beside it; what the config has counts no more."""
+    default, *others = NAMED
+    (folder / "additional_chat_templates").mkdir()
+    for entry in others:
+        (folder / "additional_chat_templates" / f"{entry['name']}.jinja").write_text(entry["template"])
+    return prompts(folder, "old", **{"chat_template.jinja": default["template"]})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [({}, "DHi"), ({"tools": TOOLS}, "TfHi"), ({"chat_template": "rag"}, "RHi")]
+)
+def test_l6_templates_in_a_folder_have_names_too(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    encoder = with_files(tmp_path)
+    assert text_of(encoder, encoder.encode(HI, **options)) == text
+
+
 @pytest.mark.transformers
+@pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("options", [{}, {"tools": TOOLS}, {"tools": TOOLS, "chat_template": "rag"}])
-def test_l6_the_choice_is_that_of_transformers(options: dict[str, Any], tmp_path: Path) -> None:
+def test_l6_the_choice_is_that_of_transformers(options: dict[str, Any], folder: bool, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    encoder = prompts(tmp_path)
+    encoder = with_files(tmp_path) if folder else prompts(tmp_path)
     oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     wanted = oracle.apply_chat_template(HI, tokenize=False, **options)
     assert text_of(encoder, encoder.encode(HI, **options)) == wanted

@@ -46,8 +46,8 @@ PLANTED = [
     (
         "a side file is not copied",
         "qwen_onnx/exports/writer.py",
-        "for name in SIDE_FILES:",
-        "for name in SIDE_FILES[:-1]:",
+        "for name in side_files(self.checkpoint.folder):",
+        "for name in side_files(self.checkpoint.folder)[:-1]:",
     ),
     (
         "grouped attention of a head_dim that is no power of two",

@@ -1,10 +1,11 @@
 """Messages to the prompt of a chat model, by the chat template that came with it."""
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from qwen_onnx.checkpoints import TEMPLATES_FOLDER
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.errors import UserError
 from qwen_onnx.runners.text.loading.added_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG_FILE
@@ -41,7 +42,8 @@ class ChatTemplate:
 
         The first of these that holds one is used: `chat_template.jinja`, `chat_template.json`, and
         `chat_template` in `tokenizer_config.json`. In JSON it is a string, or several under names, as an object or
-        as a list of `{"name": …, "template": …}`: then the one named "default", or the only one.
+        as a list of `{"name": …, "template": …}`: then the one named "default", or the only one. More of them with
+        names stand in additional_chat_templates/NAME.jinja.
 
         Raises UserError, naming the file, when one of them is damaged, or leaves open which template is meant.
         """
@@ -51,6 +53,8 @@ class ChatTemplate:
         if found is None:
             return None
         source, path, named = found
+        if extra := dict(_additional(folder)):
+            named = {"default": source, **named, **extra}
         return cls(source, special_tokens=special_tokens(folder), origin=str(path), named=named)
 
     def render(
@@ -106,16 +110,25 @@ _Found = tuple[str, Path, dict[str, str]]
 def _template_file(folder: Path) -> _Found | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        try:
-            source = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not UTF-8 (byte {error.start})") from None
+        source = _read(path)
         if source.strip():
             return source, path, {}
     path = folder / "chat_template.json"
     return _template_in(read_json(path), path) if path.exists() else None
+
+
+def _additional(folder: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja")):
+        yield path.stem, _read(path)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 (byte {error.start})") from None
 
 
 def _template_in(config: Mapping[str, object], path: Path) -> _Found | None:
