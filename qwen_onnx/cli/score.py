@@ -15,6 +15,7 @@ from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
 from qwen_onnx.runners.score import Score
+from qwen_onnx.runners.text.prompts import PromptEncoder
 
 
 def score_file(
@@ -31,7 +32,14 @@ def score_file(
     """
     verify_provider(options.provider)
     text = _read(file)
-    chat = open_chat(model, asked, options, for_scores=True)
+
+    def verify(prompts: PromptEncoder, positions: int) -> None:
+        if prompts.tokenizer is None:
+            raise UserError(
+                f"{prompts.folder}: has no tokenizer, so no text; in Python, score takes token ids"
+            )
+
+    chat = open_chat(model, asked, options, verify=verify, for_scores=True)
     score = chat.score(text)
     if score.windows > 1:
         context = chat.runner.context_length
