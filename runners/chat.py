@@ -48,8 +48,8 @@ class Chat(Answers, Conversation):
         self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
         self.generation_config = read_generation_config(folder)
         """What holds where a request says nothing."""
-        self._vocabulary = Vocabulary.of(runner.manifest.vocab_size, self.eos_token_ids, self.tokenizer)
-        runner.exclude(self._vocabulary.nameless(np.arange(runner.manifest.vocab_size)))
+        self.vocabulary = Vocabulary.of(runner.manifest.vocab_size, self.eos_token_ids, self.tokenizer)
+        runner.exclude(self.vocabulary.nameless(np.arange(runner.manifest.vocab_size)))
 
     @property
     def has_template(self) -> bool:
@@ -99,7 +99,7 @@ class Chat(Answers, Conversation):
         if "stop" in asked and request.stops and self.tokenizer is None:
             raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text, and so no stop strings")
         for token_id in request.logit_bias:
-            if self._vocabulary.nameless(np.array(token_id)):
+            if self.vocabulary.nameless(np.array(token_id)):
                 raise UserError(f"logit_bias of {token_id}: the id names no token")
         return request
 
@@ -165,7 +165,7 @@ class Chat(Answers, Conversation):
             NonFiniteLogitsError: the model computed NaN or infinity.
         """
         ids = self.prompt_ids(prompt, add_generation_prompt=False)
-        return score_ids(self.runner, ids, self._vocabulary)
+        return score_ids(self.runner, ids, self.vocabulary)
 
     def rewind(self, prompt: Prompt) -> None:
         """Forget all of the cache that this prompt does not begin with, as if no more had ever been said.
@@ -195,7 +195,7 @@ class Chat(Answers, Conversation):
         return Sequence(
             prompt_ids,
             request,
-            self._vocabulary,
+            self.vocabulary,
             context_length=self.runner.context_length,
             tokenizer=self.tokenizer,
             begun=None if request.constraint else prompt_ids.begun,
@@ -208,4 +208,4 @@ class Chat(Answers, Conversation):
     def _grammars(self) -> Grammars:
         if self.tokenizer is None:
             raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text to hold to a constraint")
-        return Grammars(self.tokenizer, self._vocabulary)
+        return Grammars(self.tokenizer, self.vocabulary)

@@ -219,14 +219,20 @@ def score(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Each token with its log-probability too.")
     ] = False,
+    against: Annotated[
+        str,
+        typer.Option(
+            metavar="OTHER", help="Compare with another model: perplexity, KL, top-1.", show_default=False
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show the log-probability and perplexity of a text."""
-    options = made(SessionOptions, session)
+    """Show the log-probability and perplexity of a text; or how far two models' predictions are apart."""
+    options, write = made(SessionOptions, session), answer if as_json else show
     from qwen_onnx.cli.score import score_file
 
-    write = answer if as_json else show
-    write(*score_file(model, made(ModelOptions, of_model), file, options, tokens=tokens, as_json=as_json))
+    asked = made(ModelOptions, of_model)
+    write(*score_file(model, asked, file, options, tokens=tokens, against=against, as_json=as_json))
 
 
 @app.command()

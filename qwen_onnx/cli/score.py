@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -19,27 +20,33 @@ from qwen_onnx.runners.text.prompts import PromptEncoder
 
 
 def score_file(
-    model: str, asked: ModelOptions, file: str, options: SessionOptions, *, tokens: bool, as_json: bool
+    model: str,
+    asked: ModelOptions,
+    file: str,
+    options: SessionOptions,
+    *,
+    tokens: bool,
+    against: str,
+    as_json: bool,
 ) -> list[str]:
     """What `score` prints of a UTF-8 text; where it is longer than the context, a note on stderr.
 
     Args:
         file: a path, or `-` for stdin. A line break at its end is none of the text.
         tokens: a line for each token too.
+        against: another model to compare with; none if empty.
 
     Raises:
         UserError: anything wrong with the file, the export or the options.
     """
+    if against and tokens:
+        raise UserError("--tokens is of one model: leave it out, or --against")
     verify_provider(options.provider)
     text = _read(file)
-
-    def verify(prompts: PromptEncoder, positions: int) -> None:
-        if prompts.tokenizer is None:
-            raise UserError(
-                f"{prompts.folder}: has no tokenizer, so no text; in Python, score takes token ids"
-            )
-
-    chat = open_chat(model, asked, options, verify=verify, for_scores=True)
+    chat = open_chat(model, asked, options, verify=_verify_tokenizer, for_scores=True)
+    if against:
+        other = open_chat(against, asked, options, verify=_verify_tokenizer, for_scores=True)
+        return _compared(chat, other, against, text, as_json=as_json)
     score = chat.score(text)
     if score.windows > 1:
         context = chat.runner.context_length
@@ -50,6 +57,32 @@ def score_file(
         return [as_json_line(_as_json(chat, score))]
     table = [_line(chat, *token) for token in zip(score.token_ids, score.logprobs, strict=True)]
     return [*(table if tokens else []), *_summary(score)]
+
+
+def _compared(chat: Chat, other: Chat, name: str, text: str, *, as_json: bool) -> list[str]:
+    from qwen_onnx.checks.comparison import compare_models  # here, because few need it
+
+    found = compare_models(chat, other, chat.prompt_ids(text))
+    if as_json:
+        return [as_json_line({**dataclasses.asdict(found), "positions": found.positions})]
+    lines = [
+        f"perplexity     {found.perplexity:.4f}; of {name} {found.other_perplexity:.4f}",
+        f"KL divergence  {found.kl:.3g} nats a token, mean of {found.positions:,} positions",
+        f"top-1          the same at {100 * found.top1:.1f} % of them",
+        "worst          KL, the text before, and what comes next by either:",
+    ]
+    for each in found.worst:
+        before = "".join(
+            token_text(chat, one) for one in found.token_ids[max(0, each.index - 12) : each.index]
+        )
+        mine, theirs = (token_text(chat, one) for one in (each.best, each.other_best))
+        lines.append(f"{each.kl:14.2f} {before!r}: {mine!r}, {name} {theirs!r}")
+    return lines
+
+
+def _verify_tokenizer(prompts: PromptEncoder, positions: int) -> None:
+    if prompts.tokenizer is None:
+        raise UserError(f"{prompts.folder}: has no tokenizer, so no text; in Python, score takes token ids")
 
 
 def _read(file: str) -> str:
