@@ -196,7 +196,9 @@ def test_one_command_from_a_model_to_a_page_and_ctrl_c_ends_it(tmp_path: Path) -
         process.send_signal(signal.SIGINT)  # while the browser's connection is open
         assert process.wait(30) == 0
         assert process.stdout.read() == b""
-        assert "Traceback" not in process.stderr.read().decode()
+        said = process.stderr.read().decode()
+        assert "Traceback" not in said
+        assert "only this machine can reach it" in said
     assert command("cache", "ls", "--cache-dir", tmp_path).out.count("f32-portable") == 1
 
 
