@@ -61,7 +61,10 @@ def export(
     options: Given,
     of_model: Given,
     model: Annotated[
-        str, typer.Argument(help=f"Folder, Hub id, `tiny`; default {DEFAULT_MODEL}", show_default=False)
+        str,
+        typer.Argument(
+            help=f"Checkpoint folder, Hub id, `tiny`; default {DEFAULT_MODEL}", show_default=False
+        ),
     ] = "",
     out: Annotated[
         Path | None,
@@ -103,7 +106,7 @@ def run(
 @flags("of_model", ModelOptions)
 @flags("options", WebOptions)
 def web(options: Given, of_model: Given, model: Model) -> None:
-    """Serve a chat page to the browsers of this machine, where the model runs; print its address."""
+    """Serve a chat page on this machine, in which the browser runs the model; print its address."""
     asked = made(WebOptions, options)
     from qwen_onnx.cli.web.serve import serve
 

@@ -150,7 +150,8 @@ def test_every_answer_isolates_the_page(server: PageServer) -> None:
 def test_an_export_that_no_browser_loads_is_refused_with_the_command(tmp_path: Path) -> None:
     export("tiny", tmp_path / "default")
     error = command("web", tmp_path / "default").error
-    assert error.endswith("a browser takes a portable one; `qwen-onnx web tiny` makes it")
+    assert "an export for ONNX Runtime outside browsers; the page needs a portable one: " in error
+    assert error.endswith("`qwen-onnx web tiny` makes it")
     assert "--dtype" in command("web", tmp_path / "default", "--dtype", "f16").error
     with pytest.raises(UserError, match=r"9\.9 GB of weights, .* take a smaller model, or --dtype f16"):
         refuse_size("big", 9_900_000_000)
