@@ -34,6 +34,11 @@ class ExportInProgressError(UserError):
     """Another process is making the same export; it will be there, or can be made, when that one has ended."""
 
 
+def counted(number: int, what: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """A text from anywhere as one line, of 1,500 characters at most, that is no command to a terminal."""
     if len(text) > _LONGEST:

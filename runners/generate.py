@@ -28,7 +28,7 @@ def verify_request(model: LogitsModel, request: Request) -> None:
         name = "greedy_on_device" if model.chooses else "speculate"
         raise UserError(
             f"{name} is greedy: no sampling, penalties, logit_bias, min_new_tokens, json_schema or regex; "
-            "--greedy leaves out those of generation_config.json"
+            "--greedy leaves out sampling and penalties of generation_config.json"
         )
 
 

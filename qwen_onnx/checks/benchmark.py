@@ -72,7 +72,7 @@ class Benchmark:
     bytes_per_step: int
     """Weights read once and the live cache, at the middle of the answer."""
     bandwidth_gb_s: float | None
-    """Reading memory with as many threads, 10^9 bytes a second, measured before and after; None on a GPU."""
+    """Reading memory with as many threads, 10^9 bytes a second, the better of two; None on a GPU."""
     anonymous_bytes: int | None
     """Private memory that loading and running took; the mapped weights file is not in it."""
     peak_bytes: int | None
@@ -113,10 +113,9 @@ def run_benchmark(
     chat = Chat(runner)
     threads = options.threads or physical_cores()
     on_cpu = runner.provider == "cpu"
-    bandwidths = [read_bandwidth(threads)] if on_cpu else []
     ttfts, speeds, steps, outside = _timed(chat, prompt_tokens, new_tokens, repeats)
-    bandwidths += [read_bandwidth(threads)] if on_cpu else []
-    after = anonymous_memory()
+    after, peak = anonymous_memory(), peak_memory()
+    bandwidths = [read_bandwidth(threads) for _ in range(2)] if on_cpu else []  # after: they take memory too
     return Benchmark(
         export=str(folder),
         model_id=runner.manifest.model_id,
@@ -136,7 +135,7 @@ def run_benchmark(
         bytes_per_step=step_bytes(runner, prompt_tokens + new_tokens // 2),
         bandwidth_gb_s=max(bandwidths) if bandwidths else None,
         anonymous_bytes=None if before is None or after is None else after - before,
-        peak_bytes=peak_memory(),
+        peak_bytes=peak,
         weights_bytes=sum(spec.size for name, spec in runner.manifest.files.items() if is_weights(name)),
     )
 

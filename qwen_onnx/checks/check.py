@@ -24,7 +24,7 @@ from qwen_onnx.contract import DTYPES, QUANTIZED
 from qwen_onnx.contract.json_file import read_json
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights, read_manifest
 from qwen_onnx.contract.quant import QuantConfig, QuantPlan
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, counted
 from qwen_onnx.exports.graph_file import verify
 from qwen_onnx.exports.layouts.known import choose_layout
 from qwen_onnx.exports.plan import ExportKind, GraphPlan, graph_plans
@@ -218,7 +218,7 @@ def _check_graph(folder: Path, graph: GraphSpec) -> Finding:
         verify(model)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         return Finding(False, f"{graph.file}: {str(error).splitlines()[0]}")
-    return Finding(True, f"{graph.file}: valid ONNX, {len(model.graph.node)} nodes")
+    return Finding(True, f"{graph.file}: valid ONNX, {counted(len(model.graph.node), 'node')}")
 
 
 def _foreign_weights(folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> str | None:

@@ -10,7 +10,7 @@ import onnx
 from qwen_onnx.checks.known_runtimes import describe_runtimes
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, TensorSpec, is_weights, read_manifest
 from qwen_onnx.contract.quant import QuantConfig
-from qwen_onnx.errors import UserError, printable
+from qwen_onnx.errors import UserError, counted, printable
 
 
 def describe(folder: Path, *, graphs: bool = False) -> str:
@@ -50,7 +50,8 @@ def _summary(manifest: Manifest) -> list[str]:
         + (f", panels of {manifest.panel_rows} rows" if manifest.panel_rows else ""),
         f"context    {manifest.context_length} tokens",
         *(
-            f"{'cache' if not number else '':<10} {cache.slot_bytes:,} bytes a token ({name})"
+            f"{'cache' if not number else '':<10} {cache.slot_bytes:,} bytes a token in {cache.dtype}, "
+            f"on {' and '.join(_providers_of(manifest, name))}"
             for number, (name, cache) in enumerate(manifest.caches.items())
         ),
         f"end tokens {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
@@ -64,6 +65,12 @@ def _summary(manifest: Manifest) -> list[str]:
         f"made with  {', '.join(f'{name} {version}' for name, version in manifest.packages.items())}",
         f"golden ids {golden}",
     ]
+
+
+def _providers_of(manifest: Manifest, cache: str) -> list[str]:
+    """Where graphs take this cache."""
+    own = (provider for graph in manifest.graphs if graph.cache == cache for provider in graph.providers)
+    return list(dict.fromkeys(own))
 
 
 def _describe_quantization(manifest: Manifest) -> list[str]:
@@ -84,7 +91,7 @@ def _describe_graph(folder: Path, graph: GraphSpec) -> list[str]:
     lines += [f"  out  {_describe_tensor(spec)}" for spec in _folded(graph.outputs)]
     for domain, counts in _op_counts(folder / graph.file).items():
         listed = ", ".join(f"{op} {count}" for op, count in counts.most_common())
-        lines.append(f"  {sum(counts.values())} nodes of {domain or 'ai.onnx'}: {listed}")
+        lines.append(f"  {counted(sum(counts.values()), 'node')} of {domain or 'ai.onnx'}: {listed}")
     return lines
 
 

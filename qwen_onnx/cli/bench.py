@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from qwen_onnx.checks.benchmark import Benchmark, Spread
+from qwen_onnx.errors import counted
 
 
 def as_json(found: Benchmark) -> dict[str, Any]:
@@ -19,8 +20,8 @@ def as_lines(found: Benchmark) -> list[str]:
     lines = [
         f"{found.export}: {found.model_id}, {found.dtype}, on {found.how}, {found.threads} threads",
         f"{found.machine}; {found.versions}",
-        f"{found.prompt_tokens} prompt tokens, {found.new_tokens} new, {found.repeats} repeats: "
-        "median (lowest to highest)",
+        f"{counted(found.prompt_tokens, 'prompt token')}, {found.new_tokens} new, "
+        f"{counted(found.repeats, 'repeat')}: median (lowest to highest)",
         f"load          {found.load_s:.2f} s",
         f"TTFT          {_spread(found.ttft_ms, 1)} ms",
         f"decode        {_spread(found.tokens_per_s, 1)} tokens/s, {_spread(found.step_ms, 2)} ms a token",

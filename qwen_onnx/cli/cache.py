@@ -1,4 +1,4 @@
-"""`qwen-onnx cache`: exports made on the way, listed and removed."""
+"""`qwen-onnx cache`: the exports in the cache, listed and removed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import typer
 
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer, show, tell
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, counted
 
-CacheDir = Annotated[Path | None, typer.Option(help="Folder for exports made on the way.")]
+CacheDir = Annotated[Path | None, typer.Option(help="Default in the user's cache folder.")]
 
-cache_app = typer.Typer(help="Exports made of models that were named.", no_args_is_help=True)
+cache_app = typer.Typer(help="List or remove the exports in the cache.", no_args_is_help=True)
 
 
 @cache_app.command("ls")
@@ -21,7 +21,7 @@ def cache_list(
     cache_dir: CacheDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="As a JSON list.")] = False,
 ) -> None:
-    """List exports made on the way."""
+    """List the exports in the cache, which `run` and other commands made."""
     from qwen_onnx.exports.cached.folder import cache_folder, list_exports
 
     exports = list_exports(cache_folder(cache_dir))
@@ -29,6 +29,8 @@ def cache_list(
         listed = [{"name": e.name, "model": e.model_id, "dtype": e.dtype, "bytes": e.size} for e in exports]
         answer(as_json_line(listed))
         return
+    if not exports:
+        tell(f"no exports in {cache_folder(cache_dir)}")
     for export in exports:
         show(f"{export.size:>15,}  {export.name}")
 
@@ -36,13 +38,13 @@ def cache_list(
 @cache_app.command("rm")
 def cache_remove(
     names: Annotated[list[str] | None, typer.Argument(help="Names as `cache ls` shows them.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove them all.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all of them.")] = False,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Remove exports made on the way."""
+    """Remove exports from the cache."""
     from qwen_onnx.exports.cached.folder import cache_folder, remove_exports
 
     if not names and not everything:
         raise UserError("nothing to remove: give names from `qwen-onnx cache ls`, or --all")
     removed = remove_exports(cache_folder(cache_dir), names or [], everything=everything)
-    tell(f"removed {len(removed)}, {sum(export.size for export in removed):,} bytes")
+    tell(f"removed {counted(len(removed), 'export')}, {sum(export.size for export in removed):,} bytes")

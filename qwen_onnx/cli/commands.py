@@ -61,10 +61,14 @@ def export(
     options: Given,
     of_model: Given,
     model: Annotated[
-        str, typer.Argument(help=f"Folder, Hub id, `tiny`; default {DEFAULT_MODEL}", show_default=False)
+        str,
+        typer.Argument(
+            help=f"Checkpoint folder, Hub id, `tiny`; default {DEFAULT_MODEL}", show_default=False
+        ),
     ] = "",
     out: Annotated[
-        Path | None, typer.Argument(help="Default ./NAME-DTYPE, then -portable, -panels or -LAYOUT.")
+        Path | None,
+        typer.Argument(help="Folder; default ./NAME-DTYPE, with -portable, -panels or -LAYOUT after it."),
     ] = None,
 ) -> None:
     """Export a checkpoint to a folder of ONNX graphs and one weights file."""
@@ -102,7 +106,7 @@ def run(
 @flags("of_model", ModelOptions)
 @flags("options", WebOptions)
 def web(options: Given, of_model: Given, model: Model) -> None:
-    """Serve a chat page, in which the model runs, to the browser on this machine; print its address."""
+    """Serve a chat page on this machine, in which the browser runs the model; print its address."""
     asked = made(WebOptions, options)
     from qwen_onnx.cli.web.serve import serve
 
@@ -115,10 +119,10 @@ def info(
     of_model: Given,
     model: Model,
     graphs: Annotated[
-        bool, typer.Option("--graphs", help="Each graph's inputs, outputs and operators too.")
+        bool, typer.Option("--graphs", help="Show files, and inputs, outputs and operators of each graph.")
     ] = False,
 ) -> None:
-    """Show what an export is: model, sizes, and what runs it."""
+    """Show an export: model, sizes, graphs, and what runs them."""
     from qwen_onnx.cli.open_model import export_folder
 
     folder = export_folder(model, made(ModelOptions, of_model))
@@ -139,7 +143,7 @@ def check(
     ] = None,
     runtime: Annotated[
         str | None,
-        typer.Option(help="Compare greedy ids in onnxruntime, onnxruntime-genai, openvino or tract too."),
+        typer.Option(help="Compare greedy ids in onnxruntime, onnxruntime-genai, openvino or tract."),
     ] = None,
 ) -> None:
     """Check hashes, graphs and greedy ids of an export; with --against, its weights and logits too."""
@@ -169,9 +173,7 @@ def check(
 @app.command()
 def build(
     export: Export,
-    max_context: Annotated[
-        int | None, typer.Option(help="Tokens of the engine's cache; `run` wants the same.")
-    ] = None,
+    max_context: Annotated[int | None, typer.Option(help="Tokens of the cache; give `run` the same.")] = None,
 ) -> None:
     """Build the TensorRT engine of an export ahead, and check its greedy ids."""
     from qwen_onnx.checks.engines import build_engine
@@ -186,9 +188,9 @@ def bench(
     of_model: Given,
     session: Given,
     model: Model,
-    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt, random ids.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
-    repeats: Annotated[int, typer.Option(help="After one to warm up.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt, of random ids.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Answers measured, after one to warm up.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Measure an export here: TTFT, tokens/s, memory, and the share of the memory's bandwidth that it reaches."""
@@ -217,7 +219,7 @@ def score(
     model: Model,
     file: Annotated[str, typer.Argument(help="UTF-8 text, or - for stdin.", show_default=False)],
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Each token with its log-probability too.")
+        bool, typer.Option("--tokens", help="Show each token with its log-probability.")
     ] = False,
     against: Annotated[
         str,

@@ -23,25 +23,25 @@ class RunOptions(Options):
     prompt: str | None = declare(None, Text(), "Answer this prompt and leave.", _RUN, flag="--prompt -p")
     prompt_ids: str | None = declare(None, Text(), "Token ids for a prompt: 1,2,3.", _RUN, metavar="IDS")
     batch: str | None = declare(
-        None, Text(), "Answer a file of JSON lines; - is stdin.", _RUN, metavar="FILE"
+        None, Text(), "Answer each line of a JSONL file; - is stdin.", _RUN, metavar="FILE"
     )
     batch_size: int | None = declare(None, Count(1, 4096), "Prompts of --batch at a time; default 8.", _RUN)
     out: Path | None = declare(
-        None, FilePath(), "Results of --batch; continued where it ends.", _RUN, metavar="FILE"
+        None, FilePath(), "Results of --batch; run again to go on.", _RUN, metavar="FILE"
     )
 
     system: str | None = declare(None, Text(), "System message.", _CHAT)
-    raw: bool = declare(False, Switch(), "Complete text; no template.", _CHAT, flag="--raw")
-    context_full: str = declare("shift", Text(("shift", "stop")), "shift (default) or stop.", _CHAT)
+    raw: bool = declare(False, Switch(), "Continue the text as it is.", _CHAT, flag="--raw")
+    context_full: str = declare("shift", Text(("shift", "stop")), "shift (default), or stop.", _CHAT)
     greedy: bool = declare(
-        False, Switch(), "Best token; no generation_config.json.", "Sampling", flag="--greedy"
+        False, Switch(), "Best token; penalties only as given.", "Sampling", flag="--greedy"
     )
     show_thinking: bool = declare(
         True, Switch(), "Reasoning on stderr; default on.", _OUTPUT, flag="--show-thinking/--hide-thinking"
     )
     stats: bool = declare(False, Switch(), "TTFT, tokens/s and memory.", _OUTPUT, flag="--stats")
     verbose: bool = declare(False, Switch(), "Provider, cache and sampling.", _OUTPUT, flag="--verbose -v")
-    json: bool = declare(False, Switch(), "One JSON object, no text.", _OUTPUT, flag="--json")
+    json: bool = declare(False, Switch(), "Answer as one JSON object.", _OUTPUT, flag="--json")
     show_prompt_ids: bool = declare(
         False, Switch(), "The prompt's ids in --json.", _OUTPUT, flag="--show-prompt-ids", hidden=True
     )

@@ -34,7 +34,7 @@ class ExportOptions(Options):
         _EXPORT,
     )
     revision: str | None = declare(None, Text(), "Branch, tag or commit of a Hub id.", _EXPORT)
-    max_context: int | None = declare(None, Count(1), "Positions; default the model's own.", _EXPORT)
+    max_context: int | None = declare(None, Count(1), "Context length; default the model's own.", _EXPORT)
     weights_order: str = declare(
         "checkpoint", Text(WEIGHTS_ORDERS), "checkpoint (default), or panels: as this CPU reads f32.", _EXPORT,
         about="checkpoint, or panels: f32 matrices in the order that this processor's kernels read.",
@@ -44,7 +44,7 @@ class ExportOptions(Options):
     )
     force: bool = declare(False, Switch(), "Replace an earlier export at OUT.", _EXPORT, flag="--force")
     check: bool = declare(
-        True, Switch(), "Run a token at the end; default on.", _EXPORT,
+        True, Switch(), "Answer with a token before OUT appears; default on.", _EXPORT,
         about="Look for tensors of one number before, and run a token at the end: what would not run is refused.",
     )  # fmt: skip
     block_size: int | None = declare(
@@ -66,7 +66,7 @@ class ExportOptions(Options):
         _OTHERS,
     )
     split: bool = declare(
-        False, Switch(), "Portable: prefill.onnx and decode.onnx too.", _OTHERS, flag="--split"
+        False, Switch(), "With --target portable: prefill.onnx and decode.onnx, too.", _OTHERS, flag="--split"
     )
 
     def __post_init__(self) -> None:

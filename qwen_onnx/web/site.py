@@ -107,10 +107,9 @@ def verify_loadable(export: Path, manifest: Manifest) -> None:
     """
     if manifest.target != "portable" or manifest.layout != "plain" or GRAPH_FILE not in manifest.files:
         model = shlex.quote(manifest.model_id)
-        held = "ONNX Runtime of this machine" if manifest.target != "portable" else manifest.layout
+        held = "ONNX Runtime outside browsers" if manifest.target != "portable" else manifest.layout
         raise UserError(
-            f"{export}: an export for {held}, and a browser takes a portable one; "
-            f"`qwen-onnx web {model}` makes it"
+            f"{export}: an export for {held}; the page needs a portable one: `qwen-onnx web {model}` makes it"
         )
     if TOKENIZER_FILE not in manifest.files:
         raise UserError(

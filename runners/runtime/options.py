@@ -33,10 +33,10 @@ class SessionOptions(Options):
 
     provider: str = declare("auto", Text(("auto", *PROVIDERS)), "auto, cpu, cuda or tensorrt.", _PERFORMANCE)
     threads: int | None = declare(
-        None, Count(1, _MOST_THREADS), "CPU cores; default all.", _PERFORMANCE,
+        None, Count(1, _MOST_THREADS), "CPU threads; default one a core.", _PERFORMANCE,
         about="Cores to compute on; default all physical ones that may be used, on a GPU 1.",
     )  # fmt: skip
-    max_context: int | None = declare(None, Count(1), "Most positions; default all.", _PERFORMANCE)
+    max_context: int | None = declare(None, Count(1), "Context length; default all.", _PERFORMANCE)
     prepack: bool | None = declare(
         None, Switch(), "CPU: repack weights first.", _PERFORMANCE,
         about="On a CPU, repack the weights: prompts faster, the start slower; default for int8 and int4.",
@@ -57,15 +57,15 @@ class SessionOptions(Options):
     )  # fmt: skip
     cuda_graph: bool = declare(True, Switch(), "CUDA graph decode; default on.", _CUDA)
     greedy_on_device: bool = declare(
-        False, Switch(), "Choose greedy tokens there.", _CUDA, flag="--greedy-on-device",
+        False, Switch(), "Argmax on the GPU.", _CUDA, flag="--greedy-on-device",
         about="Choose greedy tokens in the graph: each is the input of the next step, with no copy to the host.",
     )  # fmt: skip
     tf32: bool = declare(
-        False, Switch(), "Round f32 factors to 10 bits.", _CUDA,
+        False, Switch(), "f32 products in TF32.", _CUDA,
         about="Let f32 products round their factors to 10 bits (TensorFloat-32).",
     )  # fmt: skip
     gpu_mem_limit: int | None = declare(
-        None, Count(1, 2**63 - 1), "Most memory but for the cache.", _CUDA,
+        None, Count(1, 2**63 - 1), "GPU memory; cache not counted.", _CUDA,
         metavar="MIB", read=lambda mib: mib << 20, flag_kind=Count(1, (2**63 - 1) >> 20),
         about="Most bytes of weights and activations on the GPU; the cache is not counted.",
     )  # fmt: skip

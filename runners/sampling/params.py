@@ -74,11 +74,11 @@ class SamplingParams(Options):
         only_with=SWITCH,
     )
     top_p: float = _everywhere(
-        1.0, Number(0, 1), "Draw from the best of this probability.",
+        1.0, Number(0, 1), "Draw from the best that sum up to X.",
         "Draw from the best that have this probability together, at least one.", only_with=SWITCH,
     )  # fmt: skip
     min_p: float = _everywhere(
-        0.0, Number(0, 1), "Least share of the best probability.",
+        0.0, Number(0, 1), "Drop what is below X times the best.",
         "Draw only from tokens that have this share of the best one's probability.", only_with=SWITCH,
     )  # fmt: skip
     repetition_penalty: float = _everywhere(

@@ -138,7 +138,7 @@ class Request(SamplingParams):
     regex: str | None = declare(None, Text(), "The answer matches this expression.", PANEL, of_lines=True)
     """The whole answer does, as with `json_schema`; in the syntax of Rust's `regex`."""
     logprobs: int | None = declare(
-        None, Count(), "Log probabilities, K best too.", _OUTPUT, metavar="K", setting=SAME,
+        None, Count(), "Of each token and the K best.", _OUTPUT, metavar="K", setting=SAME,
         about="Report each token's log probability, and those of the K best.",
     )  # fmt: skip
     top_logits: int = declare(
@@ -155,7 +155,7 @@ class Request(SamplingParams):
         about="Functions that the model may call, as OpenAI's API describes them.",
     )  # fmt: skip
     chat_template: str | None = declare(
-        None, Text(), "Its name, or a file of it.", _CHAT, metavar="NAME", read=read_template,
+        None, Text(), "Template: name, or ./FILE.", _CHAT, metavar="NAME", read=read_template,
         about="One of the model's chat templates by name, or a Jinja text; default as transformers chooses.",
     )  # fmt: skip
     escape_special: bool = declare(
@@ -163,7 +163,7 @@ class Request(SamplingParams):
         about="What messages, tools and their results spell as control tokens, as <|im_end|>, stays text.",
     )  # fmt: skip
     reuse_cache: bool = declare(
-        True, Switch(), "Default: only what is new.", _CHAT, flag="--cache-reuse/--no-cache-reuse",
+        True, Switch(), "Compute new tokens only.", _CHAT, flag="--cache-reuse/--no-cache-reuse",
         about="Compute only what of the prompt is not in the cache yet.",
     )  # fmt: skip
 

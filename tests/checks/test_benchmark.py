@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qwen_onnx.checkpoints.safetensors_file import read_header
-from qwen_onnx.checks import machine
+from qwen_onnx.checks import benchmark, machine
 from qwen_onnx.checks.benchmark import step_bytes
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
@@ -56,6 +56,14 @@ def test_a_step_reads_each_weight_once(dtype: str) -> None:
     manifest = runner.manifest
     token = 2 * manifest.num_hidden_layers * manifest.num_key_value_heads * manifest.head_dim * 4
     assert step_bytes(runner, 100) == read * widened + 100 * token
+
+
+def test_the_peak_is_of_the_model_and_not_of_the_bandwidth_s_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(benchmark, "peak_memory", lambda: asked.append("peak") or 1)
+    monkeypatch.setattr(benchmark, "read_bandwidth", lambda threads: float(asked.append("probe") or 10))
+    assert command("bench", tiny("f32"), *SHORT).code == 0
+    assert asked == ["peak", "probe", "probe"]
 
 
 def test_lengths_that_cannot_be_are_refused_in_one_line() -> None:

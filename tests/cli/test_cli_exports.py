@@ -105,7 +105,7 @@ def test_a_dtype_is_an_export_of_its_own_and_a_context_is_not(tmp_path: Path) ->
 
 def test_cache_is_listed_and_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QWEN_ONNX_CACHE", str(tmp_path))
-    assert command("cache", "ls") == (0, "", "")
+    assert command("cache", "ls") == (0, "", f"no exports in {tmp_path}\n")
     assert command("cache", "ls", "--json") == (0, "[]\n", "")
     for dtype in ("f32", "f16"):
         assert command("run", endless_checkpoint(), *HI, "--dtype", dtype).code == 0
@@ -123,12 +123,14 @@ def test_cache_is_listed_and_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "--all" in command("cache", "rm").error
     assert len(list(tmp_path.iterdir())) == 2
     ran = command("cache", "rm", name)
-    assert (ran.code, ran.out, ran.err) == (0, "", f"removed 1, {listed[0]['bytes']:,} bytes\n")
+    assert (ran.code, ran.out, ran.err) == (0, "", f"removed 1 export, {listed[0]['bytes']:,} bytes\n")
     assert [name.split("--")[0] for name in map(str, (path.name for path in tmp_path.iterdir()))] == [
         "endless"
     ]
     assert command("cache", "ls").out.split()[1] == listed[1]["name"]
-    assert command("cache", "rm", "--all").err.startswith("removed 1, ")
+    assert command("cache", "rm", "--all").err.startswith("removed 1 export, ")
+    none = command("cache", "ls")
+    assert (none.out, none.err) == ("", f"no exports in {tmp_path}\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,5 +138,5 @@ def test_cache_dir_wins_over_the_variable(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("QWEN_ONNX_CACHE", str(tmp_path / "variable"))
     assert command("run", endless_checkpoint(), *HI, "--cache-dir", tmp_path / "option").code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["option"]
-    assert command("cache", "ls") == (0, "", "")
+    assert command("cache", "ls") == (0, "", f"no exports in {tmp_path / 'variable'}\n")
     assert command("cache", "ls", "--cache-dir", tmp_path / "option").out != ""

@@ -252,6 +252,22 @@ def test_every_option_reaches_the_generation() -> None:
     assert greedy["token_ids"] == run_json(*arguments, "--temperature", 0)["token_ids"]
 
 
+def test_greedy_leaves_out_sampling_and_penalties_only(tmp_path: Path) -> None:
+    """Lengths and stop strings of generation_config.json hold, as the help and docs/chat.md say."""
+    file = {
+        **QWEN,
+        "repetition_penalty": 5.0,
+        "max_new_tokens": 5,
+        "min_new_tokens": 2,
+        "stop_strings": [" of"],
+    }
+    folder = with_config(tiny(), tmp_path / "export", file)
+    ran = command("run", folder, "-p", PARIS[0]["content"], "--greedy", "-v", "--provider", "cpu")
+    assert ran.out == "The capital\n"
+    assert "greedy, repetition_penalty 1, " in ran.err
+    assert "max_new_tokens 5, min_new_tokens 2, stop ' of'" in ran.err
+
+
 def test_json_carries_the_reason_and_the_log_probabilities() -> None:
     arguments = (tiny(), "-p", PARIS[0]["content"])
     found = run_json(*arguments, "--stop", "nowhere", "--stop", " France", "--logprobs", 2)

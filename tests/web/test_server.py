@@ -150,7 +150,8 @@ def test_every_answer_isolates_the_page(server: PageServer) -> None:
 def test_an_export_that_no_browser_loads_is_refused_with_the_command(tmp_path: Path) -> None:
     export("tiny", tmp_path / "default")
     error = command("web", tmp_path / "default").error
-    assert error.endswith("a browser takes a portable one; `qwen-onnx web tiny` makes it")
+    assert "an export for ONNX Runtime outside browsers; the page needs a portable one: " in error
+    assert error.endswith("`qwen-onnx web tiny` makes it")
     assert "--dtype" in command("web", tmp_path / "default", "--dtype", "f16").error
     with pytest.raises(UserError, match=r"9\.9 GB of weights, .* take a smaller model, or --dtype f16"):
         refuse_size("big", 9_900_000_000)
@@ -196,7 +197,9 @@ def test_one_command_from_a_model_to_a_page_and_ctrl_c_ends_it(tmp_path: Path) -
         process.send_signal(signal.SIGINT)  # while the browser's connection is open
         assert process.wait(30) == 0
         assert process.stdout.read() == b""
-        assert "Traceback" not in process.stderr.read().decode()
+        said = process.stderr.read().decode()
+        assert "Traceback" not in said
+        assert "only this machine can reach it" in said
     assert command("cache", "ls", "--cache-dir", tmp_path).out.count("f32-portable") == 1
 
 

@@ -18,7 +18,5 @@ class WebOptions(Options):
         UserError: values that are wrong.
     """
 
-    port: int | None = declare(
-        None, Count(0, 65535), "Default 8420, or any if that is taken; 0 is any.", _PAGE
-    )
-    open_browser: bool = declare(False, Switch(), "Open it in the browser, too.", _PAGE, flag="--open")
+    port: int | None = declare(None, Count(0, 65535), "Default 8420, or a free one; 0: a free one.", _PAGE)
+    open_browser: bool = declare(False, Switch(), "Open the page in the browser.", _PAGE, flag="--open")

@@ -35,7 +35,7 @@ def serve(model: str, options: WebOptions, of_model: ModelOptions) -> None:
     site = Site.of(portable_export(model, of_model))
     with _bound(site, options.port) as server:
         show(server.address)
-        tell("Ctrl-C ends it; nobody else can reach it, and what you write stays here")
+        tell("Ctrl-C ends it; only this machine can reach it, and what you write stays here")
         if options.open_browser:
             webbrowser.open(server.address)
         try:

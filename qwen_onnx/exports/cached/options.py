@@ -23,9 +23,11 @@ class ModelOptions(Options):
     dtype: str | None = declare(
         None,
         Name(EXPORT_DTYPES, spellings=DTYPE_SPELLINGS),
-        "Of the export it makes; on a CPU default f32.",
+        "Of the export, if made now; CPU default f32.",
         _OPTIONS,
     )
     revision: str | None = declare(None, Text(), "Branch, tag, commit; default main.", _OPTIONS)
-    cache_dir: Path | None = declare(None, FilePath(), "Folder for exports made on the way.", _OPTIONS)
+    cache_dir: Path | None = declare(
+        None, FilePath(), "Folder of exports; default the user's cache.", _OPTIONS
+    )
     yes: bool = declare(False, Switch(), "Download without asking.", _OPTIONS, flag="--yes -y")
