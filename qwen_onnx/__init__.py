@@ -46,8 +46,3 @@ def __getattr__(name: str) -> object:
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    """With what comes when it is asked for."""
-    return sorted({*globals(), *__all__})

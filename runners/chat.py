@@ -38,12 +38,12 @@ class Chat(Answers, Conversation):
     while another goes on, in whatever thread, the last one goes on and the others end with an error.
     """
 
-    def __init__(self, runner: Runner, *, prompts: PromptEncoder | None = None) -> None:
-        """`qwen_onnx.load` makes one of a folder; `prompts` are that folder's, where they are there already."""
+    def __init__(self, runner: Runner) -> None:
+        """`qwen_onnx.load` makes one of a folder."""
         super().__init__(runner)
         self._answering = threading.Lock()
         folder = runner.folder
-        self.prompts = prompts or PromptEncoder(folder, rows=runner.manifest.vocab_size)
+        self.prompts = PromptEncoder(folder, rows=runner.manifest.vocab_size)
         self.tokenizer, self.template = self.prompts.tokenizer, self.prompts.template
         self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
         self.generation_config = read_generation_config(folder)
@@ -132,15 +132,12 @@ class Chat(Answers, Conversation):
                 `speculate` or `greedy_on_device`, or on TensorRT, which are for one sequence.
             NonFiniteLogitsError: as `generate`, whichever prompt it was; the other answers are cut off too.
         """
-        prompts = prompts if isinstance(prompts, str | bytes) else [*prompts]
         return self.generate_each(prompts, [options] * len(prompts))
 
     def generate_each(
         self, prompts: collections.abc.Sequence[Prompt], options: collections.abc.Sequence[Given]
     ) -> Iterator[tuple[int, Token]]:
         """As `generate_batch`, with options of its own for each prompt; `reuse_cache` has no meaning here."""
-        if isinstance(prompts, str | bytes):
-            raise UserError("prompts are a list: each a text, a list of token ids or a list of messages")
         if len(options) != len(prompts):
             raise UserError(f"{len(prompts)} prompts and options of {len(options)}: one for each wanted")
         started = time.perf_counter()

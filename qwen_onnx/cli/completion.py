@@ -11,7 +11,6 @@ from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.output import FinishReason
 from qwen_onnx.runners.sampling.request import Request
-from qwen_onnx.runners.text.prompts import PromptEncoder
 from qwen_onnx.runners.text.reasoning import ReasoningSplitter, Said, closed, split
 from qwen_onnx.runners.text.tool_calls import ToolCall, parse_tool_calls
 
@@ -165,16 +164,16 @@ def bounded(chat: Chat, asked: Given) -> dict[str, Any]:
     return {"max_new_tokens": own, **asked}
 
 
-def verify_for_template(prompts: PromptEncoder, asked: Given) -> None:
+def verify_for_template(chat: Chat, asked: Given) -> None:
     """Raises UserError for what the chat template would pass over without a word."""
-    template = prompts.template_of(asked)
+    template = chat.prompts.template_of(asked)
     source = template.source if template else ""
     if asked.get("enable_thinking") is not None and "enable_thinking" not in source:
         raise UserError(
-            f"{prompts.folder}: its chat template has no switch for thinking (--think, --no-think)"
+            f"{chat.runner.folder}: its chat template has no switch for thinking (--think, --no-think)"
         )
     if asked.get("tools") is not None and "tools" not in source:
-        raise UserError(f"{prompts.folder}: its chat template shows no tools to the model")
+        raise UserError(f"{chat.runner.folder}: its chat template shows no tools to the model")
 
 
 def _logprob(token: Token) -> TokenLogprob:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from qwen_onnx.checkpoints import DEFAULT_MODEL
@@ -20,7 +19,6 @@ from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.session import ONE_DISTRIBUTION, installed_distributions
-from qwen_onnx.runners.text.prompts import PromptEncoder
 
 
 def export_folder(model: str, asked: ModelOptions, *, provider: str = "auto") -> Path:
@@ -71,32 +69,14 @@ def _resolved(model: str, *, revision: str | None, dtypes: tuple[str, ...], yes:
     return resolve_model(model or DEFAULT_MODEL, revision=revision, before_download=question, tell=tell)
 
 
-def open_chat(
-    model: str,
-    asked: ModelOptions,
-    session: SessionOptions,
-    *,
-    verify: Callable[[PromptEncoder, int], None] = lambda prompts, positions: None,
-    for_scores: bool = False,
-) -> Chat:
+def open_chat(model: str, asked: ModelOptions, session: SessionOptions, *, for_scores: bool = False) -> Chat:
     """The model, ready to answer.
 
-    Args:
-        verify: gets tokenizer and chat template, and how many positions there are, before any weight is read.
-
     Raises:
-        UserError: anything wrong with the model or the options; and what `verify` raises.
+        UserError: anything wrong with the model or the options.
     """
     folder = export_folder(model, asked, provider=session.provider)
-    prompts: PromptEncoder | None = None
-
-    def before_weights(vocab_size: int, positions: int) -> None:
-        nonlocal prompts
-        prompts = PromptEncoder(folder, rows=vocab_size)
-        verify(prompts, positions)
-
-    runner = Runner(folder, session, for_scores=for_scores, before_weights=before_weights)
-    chat = Chat(runner, prompts=prompts)
+    chat = Chat(Runner(folder, session, for_scores=for_scores))
     if session.provider == "auto":
         tell(f"provider: {chat.runner.provider}")
     if not for_scores and (ignored := chat.generation_config.ignored):

@@ -28,8 +28,6 @@ from qwen_onnx.runners.runtime.providers import verify_provider
 from qwen_onnx.runners.sampling.grammar import verify_regex
 from qwen_onnx.runners.sampling.params import DRAWING, GREEDY
 from qwen_onnx.runners.sampling.request import Request
-from qwen_onnx.runners.sequence import verify_prompt
-from qwen_onnx.runners.text.prompts import PromptEncoder
 
 _NO_TEMPLATE = "no chat template; use --raw to complete text"
 
@@ -61,20 +59,11 @@ def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session:
         if name in asked and not options.uses_template:
             raise UserError(f"{flag} belongs to the chat template; --raw and --prompt-ids use none")
     prompt = None if batch is not None or chatting else _prompt(options)
-
-    def verify(prompts: PromptEncoder, positions: int) -> None:
-        nonlocal prompt
-        if options.uses_template and (prompts.tokenizer is None or prompts.template_of(asked) is None):
-            missing = (
-                "no tokenizer; give ids with --prompt-ids" if prompts.tokenizer is None else _NO_TEMPLATE
-            )
-            raise UserError(f"{prompts.folder}: has {missing}")
-        verify_for_template(prompts, asked)
-        if prompt is not None:
-            prompt = prompts.encode(prompt, **made(Request, asked).of_prompt, most=positions)
-            verify_prompt(prompt, positions)
-
-    chat = open_chat(model, model_options, of_session, verify=verify)
+    chat = open_chat(model, model_options, of_session)
+    if options.uses_template and (chat.tokenizer is None or chat.prompts.template_of(asked) is None):
+        missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
+        raise UserError(f"{chat.runner.folder}: has {missing}")
+    verify_for_template(chat, asked)
     if options.verbose:
         print_verbose(chat, bounded(chat, asked))
     if batch is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from qwen_onnx.contract.cache_spec import CacheSpec
@@ -37,7 +36,6 @@ class Runner(LogitsModel):
         prefill_chunk: int | None = None,
         for_scores: bool = False,
         lean: bool = False,
-        before_weights: Callable[[int, int], None] = lambda vocab_size, context_length: None,
     ) -> None:
         """Open an exported folder.
 
@@ -45,8 +43,6 @@ class Runner(LogitsModel):
             prefill_chunk: most tokens of a prompt computed at a time; None: by what the export is.
             for_scores: open the `score` graph and no other, where there is one for the provider.
             lean: for a few tokens in little memory; see open_session.
-            before_weights: is called with vocab_size and context_length, once all of the export but graphs and
-                weights is verified; what it raises is raised.
 
         Raises:
             UserError: not an export, damaged, or the provider does not start.
@@ -60,7 +56,6 @@ class Runner(LogitsModel):
             in_blocks = self.manifest.quantized and self.provider == "cpu"
             prefill_chunk = QUANTIZED_CHUNK if in_blocks else PREFILL_CHUNK
         verify_texts(folder, self.manifest)
-        before_weights(self.manifest.vocab_size, context_length)
         self._scorer: Runner | None = None
         self._opening = threading.Lock()
         self.graph, executor, self.engine = open_graph(

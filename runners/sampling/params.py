@@ -92,7 +92,7 @@ class SamplingParams(Options):
     )  # fmt: skip
     logit_bias: Mapping[int, float] = declare(
         dict, Biases(), "Added to logits; -100 to 100.", PANEL, metavar="ID=X,..", read=Biases().parse,
-        setting=SAME, of_lines=True, hash=False, about="Numbers from -100 to 100 by token id, added to the logits.",
+        setting=SAME, hash=False, about="Numbers from -100 to 100 by token id, added to the logits.",
     )  # fmt: skip
     seed: int | None = declare(
         None, Count(0, 2**64 - 1), "The same seed draws the same text.", PANEL, setting=SAME, of_lines=True,

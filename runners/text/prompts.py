@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ class PromptEncoder:
         """`rows` of the embedding."""
         self.tokenizer = Tokenizer.from_folder(folder) if has_tokenizer(folder) else None
         self.template = ChatTemplate.from_folder(folder) if has_tokenizer(folder) else None
-        self.folder, self._rows = folder, rows
+        self._folder, self._rows = folder, rows
         self._named: dict[str, ChatTemplate] = {}
 
     def template_of(self, asked: Mapping[str, Any]) -> ChatTemplate | None:
@@ -59,9 +58,9 @@ class PromptEncoder:
         source = own.get(chat_template, chat_template)
         if chat_template not in own and "{" not in chat_template:
             there = f"has the templates {', '.join(map(repr, own))}" if own else "has no templates with names"
-            raise UserError(f"chat template {chat_template!r}: {self.folder} {there}; or give a file")
+            raise UserError(f"chat template {chat_template!r}: {self._folder} {there}; or give a file")
         if source not in self._named:
-            special = special_tokens(self.folder)
+            special = special_tokens(self._folder)
             origin = f"chat template {chat_template!r}" if chat_template in own else "the chat template given"
             self._named[source] = ChatTemplate(source, special_tokens=special, origin=origin)
         return self._named[source]
@@ -83,10 +82,9 @@ class PromptEncoder:
             if most is not None:
                 self._tokenizer().verify_length(prompt, most)
             return PromptIds(self._raw(prompt, escape_special=escape_special))
-        if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
+        if not isinstance(prompt, Iterable):
             raise UserError(
-                "a prompt is a text, a list of token ids or a list of messages; "
-                f"found {reprlib.repr(prompt)}, {type(prompt).__name__}"
+                f"a prompt is a text, a list of token ids or a list of messages; found {prompt!r}"
             )
         prompt = prompt if isinstance(prompt, PromptIds) else list(prompt)  # type: ignore[assignment]
         ids = [item for item in prompt if isinstance(item, int | np.integer) and not isinstance(item, bool)]
@@ -99,7 +97,7 @@ class PromptEncoder:
             raise UserError("a prompt is a text, a list of token ids or a list of messages, not a mixture")
         template = self.template_for(chat_template, tools=bool(tools))
         if template is None:
-            raise UserError(f"{self.folder}: has no chat template; give raw text or token ids")
+            raise UserError(f"{self._folder}: has no chat template; give raw text or token ids")
         messages = with_decoded_arguments(verified_messages(prompt))
         escape = None
         if escape_special:
@@ -137,5 +135,5 @@ class PromptEncoder:
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise UserError(f"{self.folder}: has no {TOKENIZER_FILE}; give token ids")
+            raise UserError(f"{self._folder}: has no {TOKENIZER_FILE}; give token ids")
         return self.tokenizer

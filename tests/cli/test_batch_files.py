@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -482,33 +480,3 @@ def test_other_exports(tmp_path: Path) -> None:
     portable = export("tiny", tmp_path / "portable", target="portable").folder
     for model in (portable, tiny("int8"), tiny("bf16")):
         assert [record["text"] for record in records(batch(model, file).out)] == wanted
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
-def test_a_pipe_with_a_name_is_opened_once(tmp_path: Path) -> None:
-    """Whoever writes to it writes to the first that opens it, and would be cut off by a second."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    content = write(tmp_path / "in", {"prompt": SEVEN}).read_bytes()
-    writer = threading.Thread(target=pipe.write_bytes, args=(content,), daemon=True)
-    writer.start()
-    with child("run", tiny(), "--batch", pipe, "--provider", "cpu") as process:
-        out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, err) == (0, b"")
-    assert json.loads(out)["text"] == "3 plus 4 is 7."
-
-
-def test_a_lines_bias_has_ids_as_json_has_keys(tmp_path: Path) -> None:
-    trained = load(tiny(), provider="cpu", threads=1)
-    first = trained.prompt_ids("The")[0]
-    file = write(
-        tmp_path / "in",
-        {"prompt": PARIS, "logit_bias": {str(first): -100}},
-        {"prompt": PARIS, "logit_bias": {"x": 1}},
-    )
-    changed, wrong = records(batch(tiny(), file).out)
-    options = {"logit_bias": {first: -100.0}}
-    wanted = complete(trained, [{"role": "user", "content": PARIS}], options)
-    assert changed["token_ids"] == wanted.token_ids
-    assert changed["text"] != "The capital of France is Paris."
-    assert wrong["error"] == "logit_bias of 'x': a token id wanted"

@@ -27,12 +27,12 @@ import qwen_onnx.cli.main, qwen_onnx.cli.run as module, qwen_onnx.runners.model.
 when, mebibytes = {when!r}, {mebibytes}
 whole = module.open_chat
 
-def limited(*arguments, **options):
-    chat = whole(*arguments, **options) if when == "answer" else None
+def limited(*arguments):
+    chat = whole(*arguments) if when == "answer" else None
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
     held = int(status["VmData"].split()[0]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (held + (mebibytes << 20),) * 2)
-    return chat or whole(*arguments, **options)
+    return chat or whole(*arguments)
 
 module.open_chat = limited
 """

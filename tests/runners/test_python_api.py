@@ -269,22 +269,3 @@ def test_k13_what_else_touches_the_cache_waits_for_the_step(tmp_path: Any) -> No
             done.set()
         assert disturbed.result() > 0
     assert found == alone
-
-
-@pytest.mark.parametrize("prompts", ["Hi", b"Hi"])
-def test_one_text_is_no_list_of_prompts(prompts: Any) -> None:
-    chat = load(endless(), provider="cpu", threads=1)
-    refused(lambda: list(chat.generate_batch(prompts)), mentions=("prompts are a list",))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "kind"), [(b"Hi", "bytes"), (bytearray(b"Hi"), "bytearray"), (HI[0], "dict"), (7, "int")]
-)
-def test_what_is_no_prompt_is_named(prompt: Any, kind: str) -> None:
-    """Bytes are numbers to Python, and would be taken for token ids."""
-    chat = load(endless(), provider="cpu", threads=1)
-    refused(chat.prompt_ids, prompt, mentions=("a text, a list of token ids or a list of messages", kind))
-
-
-def test_dir_lists_what_comes_when_it_is_asked_for() -> None:
-    assert set(qwen_onnx.__all__) <= set(dir(qwen_onnx))

@@ -117,8 +117,6 @@ def parse_line(
         prompt = [{"role": "system", "content": system}] if system else []
         prompt.append({"role": "user", "content": text})
     own = {name: value[name] for name in _OPTIONS if value.get(name) is not None}
-    if isinstance(bias := own.get("logit_bias"), dict):  # JSON has no keys but strings
-        own["logit_bias"] = {int(key) if key.isdecimal() else key: number for key, number in bias.items()}
     if any(name in own for name in DRAWING):  # --greedy was for lines that say nothing
         asked = {name: value for name, value in asked.items() if name != "do_sample"}
     if any(name in own for name in _CONSTRAINTS):  # the line's is in place of the command's

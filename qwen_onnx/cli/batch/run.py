@@ -56,20 +56,11 @@ class BatchOptions:
 
 def verify_batch_files(options: BatchOptions) -> None:
     """Raises UserError where the files cannot be opened: before a model is."""
-    if options.file == "-" or not _is_read_once(options.file):
-        with open_input(options.file):
-            pass
+    with open_input(options.file):
+        pass
     out = options.out
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserError(f"--out {out}: {'a folder' if out.is_dir() else 'lies in no folder that exists'}")
-
-
-def _is_read_once(file: str) -> bool:
-    """A pipe with a name: whoever writes to it writes to the first that opens it."""
-    try:
-        return stat.S_ISFIFO(os.stat(file).st_mode)  # noqa: PTH116 - of /dev/fd too
-    except (OSError, ValueError):
-        return False
 
 
 @dataclasses.dataclass
@@ -172,7 +163,7 @@ def _item(chat: Chat, line: Line, key: str, asked: Given, *, raw: bool, system: 
         value = parse_object(line.content)
         item.echoed = {"id": value["id"]} if "id" in value else {}
         prompt, item.asked = parse_line(value, asked, raw=raw, system=system)
-        verify_for_template(chat.prompts, item.asked)
+        verify_for_template(chat, item.asked)
         item.prompt_ids = chat.verified_ids(prompt, item.asked)
     except UserError as error:
         item.fail(error)
