@@ -6,6 +6,8 @@ import codecs
 import contextlib
 import dataclasses
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +136,16 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def verify_input(file: str) -> None:
+    """Raises UserError where the file cannot be opened; a pipe, which is opened only once, is left alone."""
+    with contextlib.suppress(OSError, ValueError):  # the error below is in words
+        mode = Path(file).stat().st_mode
+        if file != "-" and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and os.access(file, os.R_OK):
+            return
+    with open_input(file):
+        pass
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import BinaryIO, Self
 
 from rich.progress import TimeElapsedColumn
 
-from qwen_onnx.cli.batch.input import Line, open_input, parse_line, parse_object, read_lines
+from qwen_onnx.cli.batch.input import Line, open_input, parse_line, parse_object, read_lines, verify_input
 from qwen_onnx.cli.batch.output import Results
 from qwen_onnx.cli.completion import Completion, verify_for_template
 from qwen_onnx.cli.terminal.bar import progress_bar
@@ -56,8 +56,7 @@ class BatchOptions:
 
 def verify_batch_files(options: BatchOptions) -> None:
     """Raises UserError where the files cannot be opened: before a model is."""
-    with open_input(options.file):
-        pass
+    verify_input(options.file)
     out = options.out
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserError(f"--out {out}: {'a folder' if out.is_dir() else 'lies in no folder that exists'}")
