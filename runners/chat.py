@@ -132,12 +132,14 @@ class Chat(Answers, Conversation):
                 `speculate` or `greedy_on_device`, or on TensorRT, which are for one sequence.
             NonFiniteLogitsError: as `generate`, whichever prompt it was; the other answers are cut off too.
         """
+        _verify_prompts(prompts)
         return self.generate_each(prompts, [options] * len(prompts))
 
     def generate_each(
         self, prompts: collections.abc.Sequence[Prompt], options: collections.abc.Sequence[Given]
     ) -> Iterator[tuple[int, Token]]:
         """As `generate_batch`, with options of its own for each prompt; `reuse_cache` has no meaning here."""
+        _verify_prompts(prompts)
         if len(options) != len(prompts):
             raise UserError(f"{len(prompts)} prompts and options of {len(options)}: one for each wanted")
         started = time.perf_counter()
@@ -206,3 +208,12 @@ class Chat(Answers, Conversation):
         if self.tokenizer is None:
             raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text to hold to a constraint")
         return Grammars(self.tokenizer, self._vocabulary)
+
+
+def _verify_prompts(prompts: object) -> None:
+    """Raises UserError for one prompt in the place of several: each of its characters would be one."""
+    if isinstance(prompts, str | bytes | bytearray | collections.abc.Mapping) or not hasattr(
+        prompts, "__len__"
+    ):
+        found = repr(prompts) if isinstance(prompts, str) else type(prompts).__name__
+        raise UserError(f"a list of prompts wanted, found {found}; for one prompt give a list of it")

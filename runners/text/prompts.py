@@ -82,10 +82,9 @@ class PromptEncoder:
             if most is not None:
                 self._tokenizer().verify_length(prompt, most)
             return PromptIds(self._raw(prompt, escape_special=escape_special))
-        if not isinstance(prompt, Iterable):
-            raise UserError(
-                f"a prompt is a text, a list of token ids or a list of messages; found {prompt!r}"
-            )
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | memoryview | Mapping):
+            found = type(prompt).__name__ if isinstance(prompt, Iterable) else repr(prompt)
+            raise UserError(f"a prompt is a text, a list of token ids or a list of messages; found {found}")
         prompt = prompt if isinstance(prompt, PromptIds) else list(prompt)  # type: ignore[assignment]
         ids = [item for item in prompt if isinstance(item, int | np.integer) and not isinstance(item, bool)]
         if len(ids) == len(prompt):
