@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.options import Given, given, made, method_options
 from qwen_onnx.runners.answers import Answers
 from qwen_onnx.runners.conversation import Conversation
@@ -100,7 +100,7 @@ class Chat(Answers, Conversation):
             raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text, and so no stop strings")
         for token_id in request.logit_bias:
             if self._vocabulary.nameless(np.array(token_id)):
-                raise UserError(f"logit_bias of {token_id}: the id names no token")
+                raise UserError(f"{option('logit_bias')} of {token_id}: the id names no token")
         return request
 
     @method_options(Request)

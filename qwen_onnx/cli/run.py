@@ -18,7 +18,7 @@ from qwen_onnx.cli.run_options import RunOptions
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer, has_colors, tell
 from qwen_onnx.cli.terminal.piped import is_piped
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, naming
 from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.options import Given, made
 from qwen_onnx.runners.chat import Chat, Message
@@ -107,6 +107,7 @@ def _complete(
 
 def _chat(chat: Chat, options: RunOptions, asked: Given, printer: Printer) -> int:
     verify_request(chat.runner, chat.request(asked))  # now, and not as the end of every answer
+    called = {name: setting for setting, name in settings().items()}
     repl = Repl(
         chat,
         asked,
@@ -118,14 +119,16 @@ def _chat(chat: Chat, options: RunOptions, asked: Given, printer: Printer) -> in
         report=lambda result: print_stats(chat, result) if options.stats else None,
     )
     if not can_edit():
-        return repl.run(read_plain)
+        with naming(called):
+            return repl.run(read_plain)
     reader = LineReader(
         commands=COMMANDS, settings=[*settings()], status=repl.status, color=options.color and has_colors()
     )
     for name in ("SIGTERM", "SIGHUP"):  # so that the terminal is left as it was
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, _: reader.leave(128 + number))
-    return repl.run(reader)
+    with naming(called):
+        return repl.run(reader)
 
 
 def _greedy(asked: Given) -> Given:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, read_manifest
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.model.logits_model import PREFILL_CHUNK, LogitsModel
 from qwen_onnx.runners.model.open_graph import open_graph
 from qwen_onnx.runners.runtime.integrity import verify_texts
@@ -117,7 +117,7 @@ class Runner(LogitsModel):
         """See LogitsModel.verify_batch_size."""
         if self.engine is not None and batch_size != 1:
             raise UserError(
-                f"a batch of {batch_size}: engines of TensorRT are built for 1; use --provider cuda"
+                f"a batch of {batch_size}: engines of TensorRT are built for 1; use {option('provider', 'cuda')}"
             )
 
     @property
@@ -149,5 +149,7 @@ def _context(manifest: Manifest, max_context: int | None, provider: str) -> int:
         held = manifest.context_length
         return min(held, DEFAULT_CAPACITY) if provider == "tensorrt" else held
     if max_context > manifest.context_length:
-        raise UserError(f"--max-context {max_context}: this export holds {manifest.context_length} positions")
+        raise UserError(
+            f"{option('max_context', max_context)}: this export holds {manifest.context_length} positions"
+        )
     return max_context

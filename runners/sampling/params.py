@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.option_kinds import Count, Number, Switch, is_number
 from qwen_onnx.options import SAME, Given, Kind, Options, declare, declared, default_of
 
@@ -39,7 +39,9 @@ class Biases:
                 raise ValueError
             return {int(token_id): float(value) for token_id, _, value in pairs}
         except ValueError:
-            raise UserError(f"logit_bias {text!r}: ids and numbers wanted, as 5=-1,7=2.5") from None
+            raise UserError(
+                f"{option('logit_bias')} {text!r}: ids and numbers wanted, as 5=-1,7=2.5"
+            ) from None
 
 
 def _everywhere(default: Any, kind: Kind, help: str, about: str = "", *, only_with: str | None = None) -> Any:
@@ -102,11 +104,12 @@ class SamplingParams(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change
+        name = option("logit_bias")
         for token_id, bias in self.logit_bias.items():
             if type(token_id) is not int or token_id < 0:
-                raise UserError(f"logit_bias of {token_id!r}: a token id wanted")
+                raise UserError(f"{name} of {token_id!r}: a token id wanted")
             if not is_number(bias) or not -100 <= bias <= 100:
-                raise UserError(f"logit_bias {bias!r} of {token_id}: a number from -100 to 100 wanted")
+                raise UserError(f"{name} {bias!r} of {token_id}: a number from -100 to 100 wanted")
 
     @property
     def plain(self) -> bool:

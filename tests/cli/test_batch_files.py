@@ -428,8 +428,8 @@ def test_nothing_begins_that_cannot_be_done(tmp_path: Path) -> None:
         ((tmp_path,), "directory"),
         ((file, "--out", tmp_path), "a folder"),
         ((file, "--out", tmp_path / "none" / "out"), "lies in no folder"),
-        ((file, "--speculate"), "speculate is for one prompt"),
-        ((file, "--greedy-on-device"), "greedy_on_device is for one prompt"),
+        ((file, "--speculate"), "--speculate is for one prompt"),
+        ((file, "--greedy-on-device"), "--greedy-on-device is for one prompt"),
     ):
         assert mentions in batch(endless(), *arguments).error
     for arguments in (("--out", tmp_path / "out"), ("--batch-size", 2)):

@@ -17,12 +17,20 @@ from typing import BinaryIO, Self
 
 from rich.progress import TimeElapsedColumn
 
-from qwen_onnx.cli.batch.input import Line, open_input, parse_line, parse_object, read_lines, verify_input
+from qwen_onnx.cli.batch.input import (
+    OPTIONS,
+    Line,
+    open_input,
+    parse_line,
+    parse_object,
+    read_lines,
+    verify_input,
+)
 from qwen_onnx.cli.batch.output import Results
 from qwen_onnx.cli.completion import Completion, verify_for_template
 from qwen_onnx.cli.terminal.bar import progress_bar
 from qwen_onnx.cli.terminal.output import tell
-from qwen_onnx.errors import OutOfMemoryError, UserError
+from qwen_onnx.errors import OutOfMemoryError, UserError, naming
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.generate import verify_batch
@@ -120,7 +128,12 @@ def complete_file(
         digest.update(line.content)
         return line, digest.hexdigest()[:16]
 
-    with open_input(options.file) as stream, Results(options.out) as results, _bar(stream, options) as show:
+    with (
+        open_input(options.file) as stream,
+        Results(options.out) as results,
+        _bar(stream, options) as show,
+        naming(dict.fromkeys(OPTIONS)),
+    ):
         try:
             lines = results.remaining(map(keyed, read_lines(stream, options.file)))
             # One at a time, each is answered as it comes.
