@@ -17,7 +17,7 @@ from qwen_onnx.cli.printer import Printer, print_stats, print_verbose
 from qwen_onnx.cli.run_options import RunOptions
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer, has_colors, tell
-from qwen_onnx.cli.terminal.piped import is_piped
+from qwen_onnx.cli.terminal.piped import is_piped, is_waiting
 from qwen_onnx.errors import UserError, naming
 from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.options import Given, made
@@ -151,6 +151,8 @@ def _stdin() -> TextIO:
 
 def _prompt(options: RunOptions) -> str | list[int] | list[Message]:
     if options.prompt_ids is not None:
+        if is_waiting():
+            tell("note: what is on stdin is not read: --prompt-ids are the whole prompt")
         try:
             return [int(part) for part in options.prompt_ids.split(",")]
         except ValueError:

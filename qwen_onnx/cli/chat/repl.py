@@ -101,6 +101,7 @@ class Repl:
             case "/tokens":
                 self._tokens(rest)
             case "/system":
+                shown.verify_length(self._chat, rest)
                 self._conversation = Conversation(rest or None)
                 self._forget()
                 how = "under this system message" if rest else "without a system message"
