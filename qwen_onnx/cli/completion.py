@@ -10,6 +10,7 @@ from qwen_onnx.errors import UserError, option
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.output import FinishReason
+from qwen_onnx.runners.processor import Processor
 from qwen_onnx.runners.sampling.request import Request
 from qwen_onnx.runners.text.reasoning import ReasoningSplitter, Said, closed, split
 from qwen_onnx.runners.text.tool_calls import ToolCall, parse_tool_calls
@@ -159,22 +160,22 @@ def complete(
     return Completion.of(prompt_ids, tokens, request, reason, begun=begun)
 
 
-def bounded(chat: Chat, asked: Given) -> dict[str, Any]:
+def bounded(chat: Chat | Processor, asked: Given) -> dict[str, Any]:
     """What was asked, with a number of tokens that an answer ends at, whoever says it."""
     own = chat.generation_config.given.get("max_new_tokens", MOST_TOKENS)
     return {"max_new_tokens": own, **asked}
 
 
-def verify_for_template(chat: Chat, asked: Given) -> None:
+def verify_for_template(processor: Processor, asked: Given) -> None:
     """Raises UserError for what the chat template would pass over without a word."""
-    template = chat.prompts.template_of(asked)
+    template = processor.prompts.template_of(asked)
     source = template.source if template else ""
     if asked.get("enable_thinking") is not None and "enable_thinking" not in source:
         given = option("enable_thinking", asked["enable_thinking"])
-        raise UserError(f"{chat.runner.folder}: its chat template has no switch for thinking ({given})")
+        raise UserError(f"{processor.folder}: its chat template has no switch for thinking ({given})")
     if asked.get("tools") is not None and "tools" not in source:
         raise UserError(
-            f"{chat.runner.folder}: its chat template shows no tools to the model ({option('tools')})"
+            f"{processor.folder}: its chat template shows no tools to the model ({option('tools')})"
         )
 
 

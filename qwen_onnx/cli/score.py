@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from qwen_onnx.cli.completion import token_text
-from qwen_onnx.cli.open_model import open_chat
+from qwen_onnx.cli.open_model import open_chat, processor_of
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.errors import UserError
@@ -14,7 +14,8 @@ from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
-from qwen_onnx.runners.score import Score
+from qwen_onnx.runners.score import Score, verify_scored
+from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE
 
 
 def score_file(
@@ -31,8 +32,15 @@ def score_file(
     """
     verify_provider(options.provider)
     text = _read(file)
-    chat = open_chat(model, asked, options, for_scores=True)
-    score = chat.score(text)
+    processor = processor_of(model, asked, options)
+    if processor.tokenizer is None:
+        raise UserError(
+            f"{processor.folder}: has no {TOKENIZER_FILE}: no text; Chat.score, in Python, takes ids"
+        )
+    ids = processor.prompts.encode(text)
+    verify_scored(ids, processor.vocabulary)
+    chat = open_chat(processor, options, for_scores=True)
+    score = chat.score(ids)
     if score.windows > 1:
         context = chat.runner.context_length
         tell(

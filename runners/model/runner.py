@@ -51,7 +51,7 @@ class Runner(LogitsModel):
         self.folder, self.manifest = folder, read_manifest(folder)
         import_onnxruntime(at_least=self.manifest.min_onnxruntime)
         self.provider = choose_provider(options.provider, self.manifest)
-        context_length = _context(self.manifest, options.max_context, self.provider)
+        context_length = context_of(self.manifest, options.max_context, self.provider)
         if prefill_chunk is None:
             in_blocks = self.manifest.quantized and self.provider == "cpu"
             prefill_chunk = QUANTIZED_CHUNK if in_blocks else PREFILL_CHUNK
@@ -144,7 +144,12 @@ class Runner(LogitsModel):
         return self._scorer
 
 
-def _context(manifest: Manifest, max_context: int | None, provider: str) -> int:
+def context_of(manifest: Manifest, max_context: int | None, provider: str) -> int:
+    """Most tokens of a cache on this provider.
+
+    Raises:
+        UserError: more are asked for than the export has positions.
+    """
     if max_context is None:
         held = manifest.context_length
         return min(held, DEFAULT_CAPACITY) if provider == "tensorrt" else held

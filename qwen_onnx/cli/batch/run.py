@@ -175,7 +175,7 @@ def _item(chat: Chat, line: Line, key: str, asked: Given, *, raw: bool, system: 
         value = parse_object(line.content)
         item.echoed = {"id": value["id"]} if "id" in value else {}
         prompt, item.asked = parse_line(value, asked, raw=raw, system=system)
-        verify_for_template(chat, item.asked)
+        verify_for_template(chat.processor, item.asked)
         item.prompt_ids = chat.verified_ids(prompt, item.asked)
     except UserError as error:
         item.fail(error)

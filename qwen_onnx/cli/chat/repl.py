@@ -227,7 +227,7 @@ class Repl:
         name, _, text = rest.partition(" ")
         if name:
             asked = changed(self._asked, name, text.strip())
-            verify_for_template(self._chat, asked)
+            verify_for_template(self._chat.processor, asked)
             verify_request(self._chat.runner, self._chat.request(asked))
             self._asked = asked
         shown.show_params(self._chat, self._asked)
