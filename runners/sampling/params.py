@@ -94,7 +94,8 @@ class SamplingParams(Options):
     )  # fmt: skip
     logit_bias: Mapping[int, float] = declare(
         dict, Biases(), "Added to logits; -100 to 100.", PANEL, metavar="ID=X,..", read=Biases().parse,
-        setting=SAME, hash=False, about="Numbers from -100 to 100 by token id, added to the logits.",
+        setting=SAME, of_lines=True, hash=False,
+        about="Numbers from -100 to 100 by token id, added to the logits; ids may be strings, as in JSON.",
     )  # fmt: skip
     seed: int | None = declare(
         None, Count(0, 2**64 - 1), "The same seed draws the same text.", PANEL, setting=SAME, of_lines=True,
@@ -103,7 +104,9 @@ class SamplingParams(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change
+        # Anew, for the caller's may change.
+        biases = {_as_id(token_id): bias for token_id, bias in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", biases)
         name = option("logit_bias")
         for token_id, bias in self.logit_bias.items():
             if type(token_id) is not int or token_id < 0:
@@ -143,6 +146,13 @@ def merged(defaults: Given, asked: Given) -> dict[str, object]:
     if values.get("temperature") == 0:
         values = {**values, "do_sample": False, "temperature": SamplingParams.temperature}
     return values
+
+
+def _as_id(token_id: object) -> Any:
+    """Of a JSON object's key, the number that it is."""
+    if not isinstance(token_id, str) or len(token_id) > len(str(2**63)) or not token_id.isdecimal():
+        return token_id
+    return int(token_id) if str(int(token_id)) == token_id else token_id
 
 
 def _in_words(value: object) -> str:
