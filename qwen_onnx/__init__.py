@@ -46,3 +46,8 @@ def __getattr__(name: str) -> object:
 
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """With the names that come when somebody asks for them."""
+    return sorted({*globals(), *__all__})

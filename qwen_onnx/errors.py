@@ -1,11 +1,14 @@
-"""The errors a user is meant to read."""
+"""The errors a user is meant to read, and what they call options."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator, Mapping
 
 _BREAK = re.compile(r"\s*[^\S ]\s*")  # white space that is not just spaces
 _LONGEST = 1500  # characters; a path may have a thousand
+_NAMES: dict[str, str | None] = {}  # of options by field name, where they are given as anything but keywords
 
 
 class UserError(Exception):
@@ -49,3 +52,26 @@ def printable(text: str) -> str:
     # Escape sequences of terminals, halves of surrogate pairs, marks that turn the direction of writing.
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text[:_LONGEST]
+
+
+@contextlib.contextmanager
+def naming(names: Mapping[str, str | None]) -> Iterator[None]:
+    """Errors made within it, in any thread, call options so: a flag, as `--check/--no-check`; None: the keyword."""
+    before = dict(_NAMES)
+    _NAMES.update(names)
+    try:
+        yield
+    finally:
+        _NAMES.clear()
+        _NAMES.update(before)
+
+
+def option(name: str, value: object = None) -> str:
+    """What the reader of an error calls an option, and how they give it a value: `check=False`, or `--no-check`."""
+    called = _NAMES.get(name)
+    if called is None:
+        return name if value is None else f"{name}={value!r}"
+    flag, _, off = called.partition("/")
+    if value is None or isinstance(value, bool):
+        return off if value is False and off else flag.split()[0]
+    return f"{flag.split()[0]} {value}"

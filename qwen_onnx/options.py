@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.errors import option as called
 from qwen_onnx.option_kinds import Name
 
 P = ParamSpec("P")
@@ -123,7 +124,7 @@ class Options:
                 value = option.kind.meant(value)
                 object.__setattr__(self, name, value)
             if value is not None or default_of(type(self), name) is not None:
-                verify(name, value, option.kind)
+                verify(called(name), value, option.kind)
 
 
 def verify(name: str, value: object, kind: Kind) -> None:

@@ -6,28 +6,23 @@ import collections.abc
 import threading
 import time
 from collections.abc import Iterator
-from functools import cached_property
 
 import numpy as np
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.options import Given, given, made, method_options
+from qwen_onnx.options import Given, method_options
 from qwen_onnx.runners.answers import Answers
 from qwen_onnx.runners.conversation import Conversation
 from qwen_onnx.runners.generate import generate, verify_batch, verify_request
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.output import Token as Token
-from qwen_onnx.runners.sampling.generation_config import read_generation_config
-from qwen_onnx.runners.sampling.grammar import Grammars
-from qwen_onnx.runners.sampling.params import merged
+from qwen_onnx.runners.processor import Processor
 from qwen_onnx.runners.sampling.request import Request
 from qwen_onnx.runners.score import Score, score_ids
-from qwen_onnx.runners.sequence import Sequence, verify_prompt
+from qwen_onnx.runners.sequence import Sequence
 from qwen_onnx.runners.text.prompts import Message as Message
 from qwen_onnx.runners.text.prompts import Prompt as Prompt
-from qwen_onnx.runners.text.prompts import PromptEncoder, PromptIds, Tools
-from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE
-from qwen_onnx.runners.text.vocabulary import Vocabulary
+from qwen_onnx.runners.text.prompts import PromptIds, Tools
 
 
 class Chat(Answers, Conversation):
@@ -38,18 +33,16 @@ class Chat(Answers, Conversation):
     while another goes on, in whatever thread, the last one goes on and the others end with an error.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        """`qwen_onnx.load` makes one of a folder."""
+    def __init__(self, runner: Runner, processor: Processor | None = None) -> None:
+        """`qwen_onnx.load` makes one of a folder; `processor` is of the same export, read anew where it is None."""
         super().__init__(runner)
         self._answering = threading.Lock()
-        folder = runner.folder
-        self.prompts = PromptEncoder(folder, rows=runner.manifest.vocab_size)
-        self.tokenizer, self.template = self.prompts.tokenizer, self.prompts.template
-        self.eos_token_ids = frozenset(runner.manifest.eos_token_ids)
-        self.generation_config = read_generation_config(folder)
+        self.processor = processor = processor or Processor(runner.folder, runner.manifest)
+        self.tokenizer, self.template = processor.tokenizer, processor.template
+        self.eos_token_ids = processor.eos_token_ids
+        self.generation_config = processor.generation_config
         """What holds where a request says nothing."""
-        self.vocabulary = Vocabulary.of(runner.manifest.vocab_size, self.eos_token_ids, self.tokenizer)
-        runner.exclude(self.vocabulary.nameless(np.arange(runner.manifest.vocab_size)))
+        runner.exclude(processor.vocabulary.nameless(np.arange(runner.manifest.vocab_size)))
 
     @property
     def has_template(self) -> bool:
@@ -79,7 +72,7 @@ class Chat(Answers, Conversation):
         Raises:
             UserError: the export has no tokenizer or template, they refuse the input, or an id has no row.
         """
-        return self.prompts.encode(
+        return self.processor.prompts.encode(
             prompt, tools=tools, enable_thinking=enable_thinking, add_generation_prompt=add_generation_prompt,
             chat_template=chat_template, escape_special=escape_special, close_reasoning=close_reasoning,
             most=most,
@@ -94,14 +87,7 @@ class Chat(Answers, Conversation):
         Raises:
             UserError: an unknown name, or a value that is wrong or that this export has no use for.
         """
-        asked = given(Request, options)
-        request = made(Request, merged(self.generation_config.given, asked))
-        if "stop" in asked and request.stops and self.tokenizer is None:
-            raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text, and so no stop strings")
-        for token_id in request.logit_bias:
-            if self.vocabulary.nameless(np.array(token_id)):
-                raise UserError(f"logit_bias of {token_id}: the id names no token")
-        return request
+        return self.processor.request(options)
 
     @method_options(Request)
     def generate(self, prompt: Prompt, options: Given) -> Iterator[Token]:
@@ -132,12 +118,14 @@ class Chat(Answers, Conversation):
                 `speculate` or `greedy_on_device`, or on TensorRT, which are for one sequence.
             NonFiniteLogitsError: as `generate`, whichever prompt it was; the other answers are cut off too.
         """
+        _verify_prompts(prompts)
         return self.generate_each(prompts, [options] * len(prompts))
 
     def generate_each(
         self, prompts: collections.abc.Sequence[Prompt], options: collections.abc.Sequence[Given]
     ) -> Iterator[tuple[int, Token]]:
         """As `generate_batch`, with options of its own for each prompt; `reuse_cache` has no meaning here."""
+        _verify_prompts(prompts)
         if len(options) != len(prompts):
             raise UserError(f"{len(prompts)} prompts and options of {len(options)}: one for each wanted")
         started = time.perf_counter()
@@ -162,7 +150,7 @@ class Chat(Answers, Conversation):
             NonFiniteLogitsError: the model computed NaN or infinity.
         """
         ids = self.prompt_ids(prompt, add_generation_prompt=False)
-        return score_ids(self.runner, ids, self.vocabulary)
+        return score_ids(self.runner, ids, self.processor.vocabulary)
 
     def rewind(self, prompt: Prompt) -> None:
         """Forget all of the cache that this prompt does not begin with, as if no more had ever been said.
@@ -182,9 +170,7 @@ class Chat(Answers, Conversation):
         return self._encoded(prompt, self.request(options))
 
     def _encoded(self, prompt: Prompt, request: Request) -> PromptIds:
-        prompt_ids = self.prompt_ids(prompt, **request.of_prompt, most=self.runner.context_length)
-        verify_prompt(prompt_ids, self.runner.context_length)
-        return prompt_ids
+        return self.processor.verified_ids(prompt, request, context_length=self.runner.context_length)
 
     def _sequence(self, prompt: Prompt, options: Given, started: float) -> Sequence:
         request = self.request(options)
@@ -192,17 +178,20 @@ class Chat(Answers, Conversation):
         return Sequence(
             prompt_ids,
             request,
-            self.vocabulary,
+            self.processor.vocabulary,
             context_length=self.runner.context_length,
             tokenizer=self.tokenizer,
             begun=None if request.constraint else prompt_ids.begun,
-            grammar=None if request.constraint is None else self._grammars.compile(request.constraint),
+            grammar=self.processor.grammar(request),
             speculate=self.runner.scores,
             started=started,
         )
 
-    @cached_property
-    def _grammars(self) -> Grammars:
-        if self.tokenizer is None:
-            raise UserError(f"{self.runner.folder}: has no {TOKENIZER_FILE}: no text to hold to a constraint")
-        return Grammars(self.tokenizer, self.vocabulary)
+
+def _verify_prompts(prompts: object) -> None:
+    """Raises UserError for one prompt in the place of several: each of its characters would be one."""
+    if isinstance(prompts, str | bytes | bytearray | collections.abc.Mapping) or not hasattr(
+        prompts, "__len__"
+    ):
+        found = repr(prompts) if isinstance(prompts, str) else type(prompts).__name__
+        raise UserError(f"a list of prompts wanted, found {found}; for one prompt give a list of it")

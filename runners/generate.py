@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.logits_model import LogitsModel
 from qwen_onnx.runners.output import Token
@@ -24,20 +24,34 @@ Sequences = collections.abc.Sequence[Sequence]
 
 def verify_request(model: LogitsModel, request: Request) -> None:
     """Raises UserError where the model chooses or guesses ids by itself, and the request is not plain greedy."""
-    if (model.chooses or model.scores) and not request.plain:
-        name = "greedy_on_device" if model.chooses else "speculate"
+    verify_plain(request, on_device=model.chooses, speculate=model.scores)
+
+
+def verify_plain(request: Request, *, on_device: bool, speculate: bool) -> None:
+    """As `verify_request`, before there is a model."""
+    if (on_device or speculate) and not request.plain:
+        name = option("greedy_on_device" if on_device else "speculate")
+        others = ", ".join(map(option, ("logit_bias", "min_new_tokens", "json_schema")))
+        plain = (
+            option("greedy") if option("greedy") != "greedy" else "**qwen_onnx.runners.sampling.params.GREEDY"
+        )
         raise UserError(
-            f"{name} is greedy: no sampling, penalties, logit_bias, min_new_tokens, json_schema or regex; "
-            "--greedy leaves out sampling and penalties of generation_config.json"
+            f"{name} is greedy: no sampling, penalties, {others} or {option('regex')}; {plain} leaves out those of "
+            "generation_config.json"
         )
 
 
 def verify_batch(model: LogitsModel, size: int) -> None:
     """Raises UserError where the model was opened for what goes one sequence at a time, or not so many."""
-    for name, opened in (("greedy_on_device", model.chooses), ("speculate", model.scores)):
-        if opened:
-            raise UserError(f"{name} is for one prompt at a time, not for batches: leave it out")
+    verify_not_alone(on_device=model.chooses, speculate=model.scores)
     model.verify_batch_size(size)
+
+
+def verify_not_alone(*, on_device: bool, speculate: bool) -> None:
+    """As `verify_batch`, before there is a model."""
+    for name, asked in (("greedy_on_device", on_device), ("speculate", speculate)):
+        if asked:
+            raise UserError(f"{option(name)} is for one prompt at a time, not for batches: leave it out")
 
 
 def generate(

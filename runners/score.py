@@ -45,18 +45,11 @@ def score_ids(runner: Runner, token_ids: Sequence[int], vocabulary: Vocabulary) 
     the ids after the first window are given at least half a context of those before them.
 
     Raises:
-        UserError: fewer than two ids, or one that names no token; before any compute.
+        UserError: as `verify_scored`; before any compute.
         NonFiniteLogitsError: the model computed NaN or infinity.
     """
     ids = list(token_ids)
-    if len(ids) < 2:
-        raise UserError(
-            f"{len(ids)} tokens found, 2 or more wanted: each is scored given those before it, the first has none"
-        )
-    numbers = np.asarray(ids, np.int64)
-    nameless = numbers[vocabulary.nameless(numbers)]
-    if nameless.size:
-        raise UserError(f"token id {nameless[0]} names no token, so that it has no probability")
+    verify_scored(ids, vocabulary)
     scorer = runner.scorer()
     cache, context = scorer.new_cache(), runner.context_length
     logprobs: list[float | None] = [None]
@@ -70,3 +63,15 @@ def score_ids(runner: Runner, token_ids: Sequence[int], vocabulary: Vocabulary) 
         cache.truncate(0)
         logprobs += [token.logprob for _, token in generate(scorer, [sequence], cache)]
     return Score(tuple(ids), tuple(logprobs), windows)
+
+
+def verify_scored(ids: Sequence[int], vocabulary: Vocabulary) -> None:
+    """Raises UserError for fewer than two ids, and for one that names no token."""
+    if len(ids) < 2:
+        raise UserError(
+            f"{len(ids)} tokens found, 2 or more wanted: each is scored given those before it, the first has none"
+        )
+    numbers = np.asarray(ids, np.int64)
+    nameless = numbers[vocabulary.nameless(numbers)]
+    if nameless.size:
+        raise UserError(f"token id {nameless[0]} names no token, so that it has no probability")

@@ -17,7 +17,7 @@ from qwen_onnx.checkpoints.checkpoint import INDEX_FILE, SIDE_FILES, SINGLE_FILE
 from qwen_onnx.checkpoints.config import QwenConfig, parse_config
 from qwen_onnx.checkpoints.tensor_names import quantization_note
 from qwen_onnx.contract.json_file import read_json
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 
 SMALL_FILES = (*SIDE_FILES, f"{TEMPLATES_FOLDER}/*.jinja", INDEX_FILE)
 """All that an export reads or copies beside the weights."""
@@ -85,8 +85,9 @@ def resolve_model(
         name = local.resolve().name or "model"
         source = ModelSource(local, name, name, None)
     if revision is not None:
+        asked = option("revision", revision)
         raise UserError(
-            f"{model}: --revision {revision} is for models on the Hub; this is the local folder {source.folder}"
+            f"{model}: {asked} is for models on the Hub; this is the local folder {source.folder}"
         )
     return source
 

@@ -13,6 +13,7 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.generate import SCORED_BYTES
 from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.processor import Processor
 
 _WORST = 5
 
@@ -67,8 +68,8 @@ def compare_models(chat: Chat, other: Chat, token_ids: Sequence[int]) -> Compari
     ids = np.asarray(token_ids, np.int64)
     if len(ids) < 2:
         raise UserError(f"{len(ids)} tokens found, 2 or more wanted")
-    verify_same_tokens(chat, other)
-    named = ~_nameless(chat)
+    verify_same_tokens(chat.processor, other.processor)
+    named = ~_nameless(chat.processor)
     size = min(chat.runner.context_length, other.runner.context_length)
     both = zip(*(_logprobs(each.runner, ids, size, named) for each in (chat, other)), strict=True)
     kl, same, own, others, positions = [], [], [], [], list[Position]()
@@ -92,21 +93,21 @@ def compare_models(chat: Chat, other: Chat, token_ids: Sequence[int]) -> Compari
     )  # fmt: skip
 
 
-def verify_same_tokens(chat: Chat, other: Chat) -> None:
+def verify_same_tokens(one: Processor, other: Processor) -> None:
     """Raises UserError where an id is not the same token in both."""
     texts = [
         None if each.tokenizer is None else each.tokenizer.backend.get_vocab(with_added_tokens=True)
-        for each in (chat, other)
+        for each in (one, other)
     ]
-    if texts[0] != texts[1] or not np.array_equal(_nameless(chat), _nameless(other)):
+    if texts[0] != texts[1] or not np.array_equal(_nameless(one), _nameless(other)):
         raise UserError(
-            f"{chat.runner.folder} and {other.runner.folder}: their tokens are not the same, "
-            "so that their predictions cannot be compared"
+            f"{one.folder} and {other.folder}: their tokens are not the same, so that their predictions cannot be "
+            "compared"
         )
 
 
-def _nameless(chat: Chat) -> NDArray[np.bool_]:
-    return chat.vocabulary.nameless(np.arange(chat.runner.vocab_size))
+def _nameless(processor: Processor) -> NDArray[np.bool_]:
+    return processor.vocabulary.nameless(np.arange(processor.manifest.vocab_size))
 
 
 def _logprobs(

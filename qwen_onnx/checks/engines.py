@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qwen_onnx.checks.golden import check_golden
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
@@ -40,5 +40,5 @@ def verify_engine(chat: Chat) -> str:
         engine.mark(checked=True)
     elif engine is not None:
         shutil.rmtree(engine.folder, ignore_errors=True)
-        raise UserError(f"TensorRT's engine was deleted: {finding.text}; use --provider cuda")
+        raise UserError(f"TensorRT's engine was deleted: {finding.text}; use {option('provider', 'cuda')}")
     return finding.text

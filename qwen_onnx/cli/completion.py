@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.output import FinishReason
+from qwen_onnx.runners.processor import Processor
 from qwen_onnx.runners.sampling.request import Request
 from qwen_onnx.runners.text.reasoning import ReasoningSplitter, Said, closed, split
 from qwen_onnx.runners.text.tool_calls import ToolCall, parse_tool_calls
@@ -91,10 +92,11 @@ class Completion:
         """Why the text is only the beginning of what was asked for, where it is."""
         if request.constraint is None or self.finish_reason not in ("length", "context", "stop"):
             return None
-        how = {"length": "more --max-new-tokens", "context": "a larger --max-context", "stop": "no --stop"}
+        names = {"length": "max_new_tokens", "context": "max_context", "stop": "stop"}
+        how = {"length": "more", "context": "a larger", "stop": "no"}[self.finish_reason]
         return (
             f"the answer ends after {len(self.token_ids)} tokens ({self.finish_reason}), and is only the beginning "
-            f"of what {request.constraint.kind} asks for; {how[self.finish_reason]} wanted"
+            f"of what {option(request.constraint.kind)} asks for; {how} {option(names[self.finish_reason])} wanted"
         )
 
     def reported(self, chat: Chat) -> dict[str, object]:
@@ -158,22 +160,23 @@ def complete(
     return Completion.of(prompt_ids, tokens, request, reason, begun=begun)
 
 
-def bounded(chat: Chat, asked: Given) -> dict[str, Any]:
+def bounded(chat: Chat | Processor, asked: Given) -> dict[str, Any]:
     """What was asked, with a number of tokens that an answer ends at, whoever says it."""
     own = chat.generation_config.given.get("max_new_tokens", MOST_TOKENS)
     return {"max_new_tokens": own, **asked}
 
 
-def verify_for_template(chat: Chat, asked: Given) -> None:
+def verify_for_template(processor: Processor, asked: Given) -> None:
     """Raises UserError for what the chat template would pass over without a word."""
-    template = chat.prompts.template_of(asked)
+    template = processor.prompts.template_of(asked)
     source = template.source if template else ""
     if asked.get("enable_thinking") is not None and "enable_thinking" not in source:
-        raise UserError(
-            f"{chat.runner.folder}: its chat template has no switch for thinking (--think, --no-think)"
-        )
+        given = option("enable_thinking", asked["enable_thinking"])
+        raise UserError(f"{processor.folder}: its chat template has no switch for thinking ({given})")
     if asked.get("tools") is not None and "tools" not in source:
-        raise UserError(f"{chat.runner.folder}: its chat template shows no tools to the model")
+        raise UserError(
+            f"{processor.folder}: its chat template shows no tools to the model ({option('tools')})"
+        )
 
 
 def _logprob(token: Token) -> TokenLogprob:

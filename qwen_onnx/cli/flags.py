@@ -12,6 +12,8 @@ import typer
 
 from qwen_onnx.options import Option, Options, declared, verify
 
+NAMES: dict[str, str | None] = {}
+"""Flags of the commands, by field name."""
 METAVARS = {bool: "", int: "N", float: "X", Path: "PATH"}
 
 
@@ -26,6 +28,8 @@ def flags(
     options = {
         name: option for name, option in declared(kind).items() if option.panel and (not only or name in only)
     }
+
+    NAMES.update({name: _flag(name, option) for name, option in options.items()})
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **values: Any) -> Any:

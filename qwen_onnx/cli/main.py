@@ -56,10 +56,13 @@ def _run() -> int:
 
 def _command() -> int:
     from qwen_onnx.cli.commands import app
+    from qwen_onnx.cli.flags import NAMES
     from qwen_onnx.cli.terminal.usage import UsageError, usage_line
+    from qwen_onnx.errors import naming
 
     try:
-        return int(app(prog_name="qwen-onnx", standalone_mode=False) or 0)
+        with naming(NAMES):
+            return int(app(prog_name="qwen-onnx", standalone_mode=False) or 0)
     except UsageError as error:
         from qwen_onnx.cli.terminal.output import tell
 

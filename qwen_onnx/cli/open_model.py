@@ -16,7 +16,8 @@ from qwen_onnx.exports.layouts.known import chosen_layout, output_folder
 from qwen_onnx.exports.options import ExportOptions, export_positions
 from qwen_onnx.exports.publish.output_folder import refuse_output
 from qwen_onnx.runners.chat import Chat
-from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.model.runner import Runner, context_of
+from qwen_onnx.runners.processor import Processor
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.session import ONE_DISTRIBUTION, installed_distributions
 
@@ -69,14 +70,24 @@ def _resolved(model: str, *, revision: str | None, dtypes: tuple[str, ...], yes:
     return resolve_model(model or DEFAULT_MODEL, revision=revision, before_download=question, tell=tell)
 
 
-def open_chat(model: str, asked: ModelOptions, session: SessionOptions, *, for_scores: bool = False) -> Chat:
+def processor_of(model: str, asked: ModelOptions, session: SessionOptions) -> Processor:
+    """What the model's prompts and options go through; its weights are not opened.
+
+    Raises:
+        UserError: as `export_folder`; or a file is damaged, or has not so long a context.
+    """
+    processor = Processor.of(export_folder(model, asked, provider=session.provider))
+    context_of(processor.manifest, session.max_context, session.provider)
+    return processor
+
+
+def open_chat(processor: Processor, session: SessionOptions, *, for_scores: bool = False) -> Chat:
     """The model, ready to answer.
 
     Raises:
         UserError: anything wrong with the model or the options.
     """
-    folder = export_folder(model, asked, provider=session.provider)
-    chat = Chat(Runner(folder, session, for_scores=for_scores))
+    chat = Chat(Runner(processor.folder, session, for_scores=for_scores), processor)
     if session.provider == "auto":
         tell(f"provider: {chat.runner.provider}")
     if not for_scores and (ignored := chat.generation_config.ignored):

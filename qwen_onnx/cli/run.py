@@ -12,22 +12,25 @@ from qwen_onnx.cli.chat.line_reader import LineReader, as_typed, can_edit, read_
 from qwen_onnx.cli.chat.repl import Repl
 from qwen_onnx.cli.chat.settings import settings
 from qwen_onnx.cli.completion import bounded, complete, verify_for_template
-from qwen_onnx.cli.open_model import open_chat
+from qwen_onnx.cli.open_model import open_chat, processor_of
 from qwen_onnx.cli.printer import Printer, print_stats, print_verbose
 from qwen_onnx.cli.run_options import RunOptions
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer, has_colors, tell
-from qwen_onnx.cli.terminal.piped import is_piped
-from qwen_onnx.errors import UserError
+from qwen_onnx.cli.terminal.piped import is_piped, is_waiting
+from qwen_onnx.errors import UserError, naming
 from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.options import Given, made
-from qwen_onnx.runners.chat import Chat, Message
-from qwen_onnx.runners.generate import verify_request
+from qwen_onnx.runners.chat import Chat, Message, Prompt
+from qwen_onnx.runners.generate import verify_not_alone, verify_plain
+from qwen_onnx.runners.model.runner import context_of
+from qwen_onnx.runners.processor import Processor
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
 from qwen_onnx.runners.sampling.grammar import verify_regex
 from qwen_onnx.runners.sampling.params import DRAWING, GREEDY
 from qwen_onnx.runners.sampling.request import Request
+from qwen_onnx.runners.text.prompts import PromptIds
 
 _NO_TEMPLATE = "no chat template; use --raw to complete text"
 
@@ -59,11 +62,9 @@ def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session:
         if name in asked and not options.uses_template:
             raise UserError(f"{flag} belongs to the chat template; --raw and --prompt-ids use none")
     prompt = None if batch is not None or chatting else _prompt(options)
-    chat = open_chat(model, model_options, of_session)
-    if options.uses_template and (chat.tokenizer is None or chat.prompts.template_of(asked) is None):
-        missing = "no tokenizer; give ids with --prompt-ids" if chat.tokenizer is None else _NO_TEMPLATE
-        raise UserError(f"{chat.runner.folder}: has {missing}")
-    verify_for_template(chat, asked)
+    processor = processor_of(model, model_options, of_session)
+    prompt = _verified(processor, options, asked, of_session, prompt)
+    chat = open_chat(processor, of_session)
     if options.verbose:
         print_verbose(chat, bounded(chat, asked))
     if batch is not None:
@@ -78,12 +79,34 @@ def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session:
     )
 
 
+def _verified(
+    processor: Processor, options: RunOptions, asked: Given, session: SessionOptions, prompt: Prompt | None
+) -> PromptIds | None:
+    """The prompt's ids, where there is one prompt.
+
+    Raises:
+        UserError: whatever can be refused before the weights are opened.
+    """
+    by_ids = options.prompt_ids is not None
+    if not by_ids and (processor.tokenizer is None or (
+        options.uses_template and processor.prompts.template_of(asked) is None
+    )):  # fmt: skip
+        missing = "no tokenizer; give ids with --prompt-ids" if processor.tokenizer is None else _NO_TEMPLATE
+        raise UserError(f"{processor.folder}: has {missing}")
+    verify_for_template(processor, asked)
+    request = processor.request(bounded(processor, asked))
+    special = {"on_device": session.greedy_on_device, "speculate": session.speculate}
+    verify_plain(request, **special)
+    if options.batch is not None:
+        verify_not_alone(**special)
+    context = context_of(processor.manifest, session.max_context, session.provider)
+    found = None if prompt is None else processor.verified_ids(prompt, request, context_length=context)
+    processor.grammar(request)
+    return found
+
+
 def _complete(
-    chat: Chat,
-    options: RunOptions,
-    asked: Given,
-    printer: Printer,
-    prompt: str | list[int] | list[Message] | None,
+    chat: Chat, options: RunOptions, asked: Given, printer: Printer, prompt: PromptIds | None
 ) -> int:
     result = complete(
         chat,
@@ -106,7 +129,7 @@ def _complete(
 
 
 def _chat(chat: Chat, options: RunOptions, asked: Given, printer: Printer) -> int:
-    verify_request(chat.runner, chat.request(asked))  # now, and not as the end of every answer
+    called = {name: setting for setting, name in settings().items()}
     repl = Repl(
         chat,
         asked,
@@ -118,14 +141,16 @@ def _chat(chat: Chat, options: RunOptions, asked: Given, printer: Printer) -> in
         report=lambda result: print_stats(chat, result) if options.stats else None,
     )
     if not can_edit():
-        return repl.run(read_plain)
+        with naming(called):
+            return repl.run(read_plain)
     reader = LineReader(
         commands=COMMANDS, settings=[*settings()], status=repl.status, color=options.color and has_colors()
     )
     for name in ("SIGTERM", "SIGHUP"):  # so that the terminal is left as it was
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, _: reader.leave(128 + number))
-    return repl.run(reader)
+    with naming(called):
+        return repl.run(reader)
 
 
 def _greedy(asked: Given) -> Given:
@@ -148,6 +173,8 @@ def _stdin() -> TextIO:
 
 def _prompt(options: RunOptions) -> str | list[int] | list[Message]:
     if options.prompt_ids is not None:
+        if is_waiting():
+            tell("note: what is on stdin is not read: --prompt-ids are the whole prompt")
         try:
             return [int(part) for part in options.prompt_ids.split(",")]
         except ValueError:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from qwen_onnx.checks.comparison import compare_models, verify_same_tokens
 from qwen_onnx.cli.completion import token_text
-from qwen_onnx.cli.open_model import open_chat
+from qwen_onnx.cli.open_model import open_chat, processor_of
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.errors import UserError
@@ -15,8 +17,8 @@ from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
-from qwen_onnx.runners.score import Score
-from qwen_onnx.runners.text.prompts import PromptEncoder
+from qwen_onnx.runners.score import Score, verify_scored
+from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE
 
 
 def score_file(
@@ -43,11 +45,20 @@ def score_file(
         raise UserError("--tokens is of one model: leave it out, or --against")
     verify_provider(options.provider)
     text = _read(file)
-    chat = open_chat(model, asked, options, verify=_verify_tokenizer, for_scores=True)
-    if against:
-        other = open_chat(against, asked, options, verify=_verify_tokenizer, for_scores=True)
-        return _compared(chat, other, against, text, as_json=as_json)
-    score = chat.score(text)
+    processor = processor_of(model, asked, options)
+    if processor.tokenizer is None:
+        raise UserError(
+            f"{processor.folder}: has no {TOKENIZER_FILE}: no text; Chat.score, in Python, takes ids"
+        )
+    ids = processor.prompts.encode(text)
+    verify_scored(ids, processor.vocabulary)
+    other = processor_of(against, asked, options) if against else None
+    if other is not None:
+        verify_same_tokens(processor, other)
+    chat = open_chat(processor, options, for_scores=True)
+    if other is not None:
+        return _compared(chat, open_chat(other, options, for_scores=True), against, ids, as_json=as_json)
+    score = chat.score(ids)
     if score.windows > 1:
         context = chat.runner.context_length
         tell(
@@ -59,10 +70,8 @@ def score_file(
     return [*(table if tokens else []), *_summary(score)]
 
 
-def _compared(chat: Chat, other: Chat, name: str, text: str, *, as_json: bool) -> list[str]:
-    from qwen_onnx.checks.comparison import compare_models  # here, because few need it
-
-    found = compare_models(chat, other, chat.prompt_ids(text))
+def _compared(chat: Chat, other: Chat, name: str, ids: Sequence[int], *, as_json: bool) -> list[str]:
+    found = compare_models(chat, other, ids)
     if as_json:
         return [as_json_line({**dataclasses.asdict(found), "positions": found.positions})]
     lines = [
@@ -78,11 +87,6 @@ def _compared(chat: Chat, other: Chat, name: str, text: str, *, as_json: bool) -
         mine, theirs = (token_text(chat, one) for one in (each.best, each.other_best))
         lines.append(f"{each.kl:14.2f} {before!r}: {mine!r}, {name} {theirs!r}")
     return lines
-
-
-def _verify_tokenizer(prompts: PromptEncoder, positions: int) -> None:
-    if prompts.tokenizer is None:
-        raise UserError(f"{prompts.folder}: has no tokenizer, so no text; in Python, score takes token ids")
 
 
 def _read(file: str) -> str:

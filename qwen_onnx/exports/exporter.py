@@ -23,7 +23,7 @@ from qwen_onnx.contract.manifest import (
     is_weights,
     write_manifest,
 )  # fmt: skip
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.exports.layouts.known import chosen_layout, output_folder
 from qwen_onnx.exports.layouts.layout import Layout
 from qwen_onnx.exports.options import ExportOptions, export_positions
@@ -116,7 +116,7 @@ def _verify_told_apart(checkpoint: Checkpoint) -> list[str]:
     if essential := [each for each in constants if each.is_essential]:
         raise UserError(
             f"{essential[0].tensor.file}: {some(essential)}: no answer of this model could mean anything; save or "
-            "download it again, or --no-check to export it all the same"
+            f"download it again, or {option('check', False)} to export it all the same"
         )
     if not constants:
         return []

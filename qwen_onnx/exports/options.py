@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qwen_onnx.contract import DTYPE_SPELLINGS, EXPORT_DTYPES, LAYOUTS, QUANTIZED, TARGETS, WEIGHTS_ORDERS
 from qwen_onnx.contract.quant import BITS, BLOCK_SIZES, QuantConfig, QuantPlan
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.option_kinds import Count, Name, OneOf, Switch, Text
 from qwen_onnx.options import Options, declare
 
@@ -77,14 +77,13 @@ class ExportOptions(Options):
         if self.dtype not in QUANTIZED:
             for name in ("block_size", "head_bits", "head_block_size"):
                 if getattr(self, name) is not None:
-                    raise UserError(f"--{name.replace('_', '-')} is for int8 and int4, not {self.dtype}")
+                    raise UserError(f"{option(name)} is for int8 and int4, not {self.dtype}")
+        panels = option("weights_order", "panels")
         if self.in_panels and self.dtype != "f32":
             how = "repacks their weights" if self.dtype in QUANTIZED else "makes f32 of their weights"
-            raise UserError(
-                f"--weights-order panels is for f32, not {self.dtype}: ONNX Runtime {how} as it loads them"
-            )
+            raise UserError(f"{panels} is for f32, not {self.dtype}: ONNX Runtime {how} as it loads them")
         if self.in_panels and self.link:
-            raise UserError("--link: --weights-order panels writes weights anew; drop one of the two")
+            raise UserError(f"{option('link')}: {panels} writes weights anew; drop one of the two")
 
     @property
     def in_panels(self) -> bool:
@@ -112,6 +111,6 @@ def export_positions(config: QwenConfig, max_context: int | None) -> int:
         return config.context_length
     if max_context > config.context_length:
         raise UserError(
-            f"--max-context {max_context}: 1 to {config.context_length} wanted, the model's positions"
+            f"{option('max_context', max_context)}: 1 to {config.context_length} wanted, the model's positions"
         )
     return max_context

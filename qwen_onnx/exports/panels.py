@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from qwen_onnx.checkpoints.config import QwenConfig
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.graphs.build import build_probe
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.panels import panel_rows
@@ -27,10 +27,12 @@ def verified_panels(config: QwenConfig) -> int:
     rows = _processor_panels()
     if rows is None:
         raise UserError(
-            f"--weights-order panels is for x86-64 with AVX, this is {platform.machine()}; export without it"
+            f"{option('weights_order', 'panels')} is for x86-64 with AVX, this is {platform.machine()}; export "
+            "without it"
         )
     if fault := misfit(config, rows):
-        raise UserError(f"--weights-order panels: {fault}, a multiple of {rows} wanted; export without it")
+        panels = option("weights_order", "panels")
+        raise UserError(f"{panels}: {fault}, a multiple of {rows} wanted; export without it")
     return rows
 
 

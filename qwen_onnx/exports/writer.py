@@ -15,7 +15,7 @@ from qwen_onnx.contract import DTYPES
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.manifest import FileSpec, GraphSpec, is_weights
 from qwen_onnx.contract.quant import QuantConfig
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.exports.graph_file import StoredParameter, save_graph
 from qwen_onnx.exports.layouts.known import PORTABLE_DTYPES
 from qwen_onnx.exports.layouts.layout import Exported
@@ -87,20 +87,22 @@ class Writer:
         tensors = self.checkpoint.tensors
         if other := next((tensor for tensor in tensors.values() if tensor.dtype != stored), None):
             raise UserError(
-                f"--link: {other.file.name} holds {other.name} as {other.dtype.lower()}, not {self.dtype}; "
-                "its bytes would change, so drop --link or choose that dtype"
+                f"{option('link')}: {other.file.name} holds {other.name} as {other.dtype.lower()}, not {self.dtype}; "
+                f"its bytes would change, so drop {option('link')} or choose that dtype"
             )
         names: dict[Path, str] = {}
         for file in sorted({tensor.file for tensor in tensors.values()}):
             in_place = not self.layout.graph_folder
             name = names[file] = file.name if in_place else self.layout.weights_file(self.dtype, len(names))
             if name == contract.EXTRA_FILE:
-                raise UserError(f"--link: {file} has the name of a file that an export adds; drop --link")
+                link = option("link")
+                raise UserError(f"{link}: {file} has the name of a file that an export adds; drop {link}")
             try:
                 # The Hub's cache is made of symlinks, and ONNX Runtime follows none out of the folder.
                 os.link(file.resolve(), self.folder / name)
             except OSError as error:
-                raise UserError(f"--link: {file}: {error.strerror or error}; drop --link to copy") from None
+                link = option("link")
+                raise UserError(f"{link}: {file}: {error.strerror or error}; drop {link} to copy") from None
             self.files[name] = hash_file(self.folder / name)
         self.places |= stored_parameters(tensors, names)
         extra = contract.EXTRA_FILE

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from qwen_onnx import contract
 from qwen_onnx.contract.cache_spec import CacheSpec, ResizeKey, StateSpec
-from qwen_onnx.errors import OutOfMemoryError
+from qwen_onnx.errors import OutOfMemoryError, option
 from qwen_onnx.runners.model.binding import run_bound
 from qwen_onnx.runners.runtime.session import first_line, import_onnxruntime
 
@@ -139,7 +139,7 @@ class CacheMemory:
                 return self._allocate(state, batch_size, slots)
             raise OutOfMemoryError(
                 f"a KV cache of {slots} tokens x {batch_size} does not fit ({first_line(error)}); "
-                "use a smaller --max-context"
+                f"use a smaller {option('max_context')}"
             ) from None
 
     def _copy(self, state: StateSpec, small: Any, large: Any) -> None:

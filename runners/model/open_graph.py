@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from qwen_onnx.contract import LOWERINGS
 from qwen_onnx.contract.cache_spec import ResizeKey
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.model.buffers import CacheMemory
 from qwen_onnx.runners.model.executors.executor import Executor
 from qwen_onnx.runners.model.executors.fixed_shape import FixedShape
@@ -123,10 +123,10 @@ def open_graph(
         return _open_growing(export, graph, context_length=context_length, prefill_chunk=prefill_chunk)
     if options.prepack is False and manifest.quantized:
         raise UserError(
-            f"--no-prepack: {manifest.dtype} weights are computed with as ONNX Runtime packs them only"
+            f"{option('prepack', False)}: {manifest.dtype} weights are computed with as ONNX Runtime packs them only"
         )
     if provider == "cuda" and graph.entry == "greedy" and (fault := _cudnn_fault()):
-        raise UserError(f"--greedy-on-device needs cuDNN for its argmax: {fault}; or leave it out")
+        raise UserError(f"{option('greedy_on_device')} needs cuDNN for its argmax: {fault}; or leave it out")
     grouped = None if for_scores else _grouped_decode(manifest, provider)
     executor = (_open_live_slice if given == "live" else _open_fixed)(export, graph, grouped)
     return Opened(graph, executor, None)
@@ -134,11 +134,11 @@ def open_graph(
 
 def _verify_options(manifest: Manifest, provider: str, options: SessionOptions) -> None:
     if options.speculate and provider != "cpu":
-        raise UserError(f"--speculate is for the CPU, not {provider}; leave it out")
+        raise UserError(f"{option('speculate')} is for the CPU, not {provider}; leave it out")
     if options.speculate and manifest.quantized:
         raise UserError(
-            f"--speculate: the activations of {manifest.dtype} round otherwise when several tokens go at once, so "
-            "that the answer could be another; use an export in f32, f16 or bf16"
+            f"{option('speculate')}: the activations of {manifest.dtype} round otherwise when several tokens go at "
+            "once, so that the answer could be another; use an export in f32, f16 or bf16"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, read_manifest
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.model.logits_model import PREFILL_CHUNK, LogitsModel
 from qwen_onnx.runners.model.open_graph import open_graph
 from qwen_onnx.runners.runtime.integrity import verify_texts
@@ -51,7 +51,7 @@ class Runner(LogitsModel):
         self.folder, self.manifest = folder, read_manifest(folder)
         import_onnxruntime(at_least=self.manifest.min_onnxruntime)
         self.provider = choose_provider(options.provider, self.manifest)
-        context_length = _context(self.manifest, options.max_context, self.provider)
+        context_length = context_of(self.manifest, options.max_context, self.provider)
         if prefill_chunk is None:
             in_blocks = self.manifest.quantized and self.provider == "cpu"
             prefill_chunk = QUANTIZED_CHUNK if in_blocks else PREFILL_CHUNK
@@ -117,7 +117,7 @@ class Runner(LogitsModel):
         """See LogitsModel.verify_batch_size."""
         if self.engine is not None and batch_size != 1:
             raise UserError(
-                f"a batch of {batch_size}: engines of TensorRT are built for 1; use --provider cuda"
+                f"a batch of {batch_size}: engines of TensorRT are built for 1; use {option('provider', 'cuda')}"
             )
 
     @property
@@ -144,10 +144,17 @@ class Runner(LogitsModel):
         return self._scorer
 
 
-def _context(manifest: Manifest, max_context: int | None, provider: str) -> int:
+def context_of(manifest: Manifest, max_context: int | None, provider: str) -> int:
+    """Most tokens of a cache on this provider.
+
+    Raises:
+        UserError: more are asked for than the export has positions.
+    """
     if max_context is None:
         held = manifest.context_length
         return min(held, DEFAULT_CAPACITY) if provider == "tensorrt" else held
     if max_context > manifest.context_length:
-        raise UserError(f"--max-context {max_context}: this export holds {manifest.context_length} positions")
+        raise UserError(
+            f"{option('max_context', max_context)}: this export holds {manifest.context_length} positions"
+        )
     return max_context

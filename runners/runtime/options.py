@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.option_kinds import Count, Switch, Text, Texts
 from qwen_onnx.options import Options, declare
 
@@ -74,4 +74,5 @@ class SessionOptions(Options):
         super().__post_init__()
         object.__setattr__(self, "disabled_optimizers", tuple(self.disabled_optimizers))
         if self.speculate and self.greedy_on_device:
-            raise UserError("greedy_on_device takes one token a step, speculate several: choose one of them")
+            device, ahead = option("greedy_on_device"), option("speculate")
+            raise UserError(f"{device} takes one token a step, {ahead} several: choose one of them")

@@ -9,7 +9,7 @@ import numpy as np
 
 from qwen_onnx.contract import PROBE_SIZE, PROBE_WEIGHT, PROBE_X, PROBE_Y
 from qwen_onnx.contract.manifest import Manifest
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.runtime.integrity import verify_graph
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.session import failed, open_session
@@ -57,7 +57,8 @@ def verify_panels(folder: Path, manifest: Manifest) -> None:
     has = f"take panels of {found}" if found else "have no such kernels"
     raise UserError(
         f"{folder}: its matrices lie in panels of {manifest.panel_rows} rows; ONNX Runtime's kernels for this "
-        f"processor {has}; export it anew here, or anywhere without --weights-order panels"
+        f"processor {has}; export it anew here, or anywhere without "
+        f"{option('weights_order', 'panels')}"
     )
 
 

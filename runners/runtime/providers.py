@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from qwen_onnx.contract.manifest import Manifest
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.runtime.nvidia.libraries import tensorrt_library
 from qwen_onnx.runners.runtime.options import PROVIDERS
 from qwen_onnx.runners.runtime.session import (
@@ -87,7 +87,7 @@ def missing_library(provider: str) -> str | None:
 
 def _cannot_start(provider: str, fault: str) -> UserError:
     return UserError(
-        f"provider {provider} cannot start: {fault}; use --provider cpu, or install what is missing"
+        f"provider {provider} cannot start: {fault}; use {option('provider', 'cpu')}, or install what is missing"
     )
 
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from qwen_onnx.contract.manifest import MIN_ONNXRUNTIME
-from qwen_onnx.errors import OutOfMemoryError, UserError
+from qwen_onnx.errors import OutOfMemoryError, UserError, option
 from qwen_onnx.runners.runtime.machine import physical_cores
 from qwen_onnx.runners.runtime.options import OPTIMIZATION_LEVELS, PROVIDERS, SessionOptions
 
@@ -127,7 +127,7 @@ def open_session(
         if options.gpu_mem_limit is not None and "bfc_arena" in str(error):
             limit = f"{options.gpu_mem_limit:,} bytes of GPU memory"
             raise UserError(
-                f"{path}: {limit}, the limit given, are too few for it; raise --gpu-mem-limit"
+                f"{path}: {limit}, the limit given, are too few for it; raise {option('gpu_mem_limit')}"
             ) from None
         raise failed(f"{path}: ONNX Runtime cannot load it", error) from None
     if session.get_providers()[0] != PROVIDERS[provider]:
@@ -171,7 +171,7 @@ def first_line(error: BaseException) -> str:
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if full := _OUT_OF_MEMORY.search(text):
         wanted = f" ({int(full[1]):,} bytes more were wanted)" if full[1] else ""
-        return f"{_NO_MEMORY}{wanted}; free some, or take a smaller model, dtype or --max-context"
+        return f"{_NO_MEMORY}{wanted}; free some, or take a smaller model, dtype or {option('max_context')}"
     found = re.search(r"CU\w+ failure \d+: [^;]+", text)
     return found[0].strip() if found else text
 

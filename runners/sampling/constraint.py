@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Literal
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.sampling.schema import closed, unwrapped, verify_keywords
 from qwen_onnx.runners.sampling.schema_bounds import LONGEST_REGEX, LONGEST_SCHEMA, verify_schema
 
@@ -24,7 +24,9 @@ class Constraint:
     def __post_init__(self) -> None:
         longest = _LONGEST[self.kind]
         if len(self.text) > longest:
-            raise UserError(f"{self.kind} of {len(self.text):,} characters: at most {longest:,} are taken")
+            raise UserError(
+                f"{option(self.kind)} of {len(self.text):,} characters: at most {longest:,} are taken"
+            )
 
     def describe(self) -> str:
         """Its kind and its text, shortened, in one line."""
@@ -48,12 +50,12 @@ def as_constraint(
         UserError: both, or a schema or expression that is none.
     """
     if json_schema is not None and regex is not None:
-        raise UserError("json_schema and regex are two constraints: give one")
+        raise UserError(f"{option('json_schema')} and {option('regex')} are two constraints: give one")
     if regex is not None:
         if not isinstance(regex, str):
-            raise UserError(f"regex {regex!r}: a text wanted")
+            raise UserError(f"{option('regex')} {regex!r}: a text wanted")
         if any("\ud800" <= char <= "\udfff" for char in regex):
-            raise UserError("regex holds half of a surrogate pair: no text matches it")
+            raise UserError(f"{option('regex')} holds half of a surrogate pair: no text matches it")
         return Constraint("regex", regex)
     return (
         None
@@ -68,7 +70,7 @@ def _schema_text(schema: object, additional_properties: bool) -> str:
         if value is True:
             value = {}
         if not isinstance(value, Mapping):
-            raise UserError(f"json_schema {value!r}: an object, or true, wanted")
+            raise UserError(f"{option('json_schema')} {value!r}: an object, or true, wanted")
         value = unwrapped(value)
         verify_schema(value)
         verify_keywords(value)
@@ -76,6 +78,6 @@ def _schema_text(schema: object, additional_properties: bool) -> str:
             value = closed(value)
         return json.dumps(value, allow_nan=False)  # in the order of its properties, which answers keep
     except RecursionError:
-        raise UserError("json_schema is nested too deeply") from None
+        raise UserError(f"{option('json_schema')} is nested too deeply") from None
     except (TypeError, ValueError) as error:
-        raise UserError(f"json_schema is not JSON ({error})") from None
+        raise UserError(f"{option('json_schema')} is not JSON ({error})") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.sampling.constraint import Constraint
 from qwen_onnx.runners.sampling.schema_bounds import STACK
 from qwen_onnx.runners.text.detokenizer import token_bytes
@@ -47,7 +47,7 @@ class Matcher:
             UserError: no text fits, or the constraint takes more than llguidance's limits.
         """
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        _verify(self._matcher, self._vocabulary, f"{self._name} cannot be followed")
+        _verify(self._matcher, self._vocabulary, f"{option(self._name)} cannot be followed")
         allowed = np.unpackbits(mask, count=scores.size, bitorder="little").view(np.bool_)
         ends = self._vocabulary.ends
         may_end = bool(allowed[ends[0]])
@@ -64,7 +64,7 @@ class Matcher:
         """
         if token_id not in self._vocabulary.ends:
             self._matcher.consume_token(token_id)
-            _verify(self._matcher, self._vocabulary, f"{self._name} cannot be followed")
+            _verify(self._matcher, self._vocabulary, f"{option(self._name)} cannot be followed")
 
 
 class Grammar:
@@ -90,15 +90,14 @@ class Grammars:
         """
         import llguidance  # here, because few answers need it
 
+        both = f"{option('json_schema')} and {option('regex')}"
         tokens = token_bytes(tokenizer, vocabulary.size)
         if tokens is None:
-            raise UserError("json_schema and regex need a byte-level BPE tokenizer, which this one is not")
+            raise UserError(f"{both} need a byte-level BPE tokenizer, which this one is not")
         eos = np.array(sorted(vocabulary.eos_token_ids), np.int64)
         ends: list[int] = eos[~vocabulary.nameless(eos)].tolist()
         if not ends:
-            raise UserError(
-                "json_schema and regex need an end token (eos_token_id), and this export has none"
-            )
+            raise UserError(f"{both} need an end token (eos_token_id), and this export has none")
         for end in ends:
             tokens[end] = b""
         self._vocabulary = _Tokens(tokenizer, tokens, ends)
@@ -128,10 +127,10 @@ class Grammars:
                     defaults={"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"},
                 )
         except ValueError as error:
-            raise UserError(f"{constraint.kind} cannot be used: {error}") from None
+            raise UserError(f"{option(constraint.kind)} cannot be used: {error}") from None
         start = _on_deep_stack(lambda: LLMatcher(self._tokenizer, text, log_level=0))
         start.compute_bitmask()  # which finds out when no text fits
-        _verify(start, self._vocabulary, f"{constraint.kind} cannot be used")
+        _verify(start, self._vocabulary, f"{option(constraint.kind)} cannot be used")
         return Grammar(start, self._vocabulary, constraint)
 
 
@@ -172,7 +171,7 @@ def verify_regex(constraint: Constraint | None) -> None:
 
     grammar = LLMatcher.grammar_from_regex(constraint.text)
     if fault := _on_deep_stack(lambda: LLMatcher.validate_grammar(grammar)):
-        raise UserError(f"regex cannot be used: {_reason(fault)}")
+        raise UserError(f"{option('regex')} cannot be used: {_reason(fault)}")
 
 
 def _on_deep_stack(compile: Callable[[], Returned]) -> Returned:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.option_kinds import Count, Number, Switch, is_number
 from qwen_onnx.options import SAME, Given, Kind, Options, declare, declared, default_of
 
@@ -39,7 +39,9 @@ class Biases:
                 raise ValueError
             return {int(token_id): float(value) for token_id, _, value in pairs}
         except ValueError:
-            raise UserError(f"logit_bias {text!r}: ids and numbers wanted, as 5=-1,7=2.5") from None
+            raise UserError(
+                f"{option('logit_bias')} {text!r}: ids and numbers wanted, as 5=-1,7=2.5"
+            ) from None
 
 
 def _everywhere(default: Any, kind: Kind, help: str, about: str = "", *, only_with: str | None = None) -> Any:
@@ -92,7 +94,8 @@ class SamplingParams(Options):
     )  # fmt: skip
     logit_bias: Mapping[int, float] = declare(
         dict, Biases(), "Added to logits; -100 to 100.", PANEL, metavar="ID=X,..", read=Biases().parse,
-        setting=SAME, hash=False, about="Numbers from -100 to 100 by token id, added to the logits.",
+        setting=SAME, of_lines=True, hash=False,
+        about="Numbers from -100 to 100 by token id, added to the logits; ids may be strings, as in JSON.",
     )  # fmt: skip
     seed: int | None = declare(
         None, Count(0, 2**64 - 1), "The same seed draws the same text.", PANEL, setting=SAME, of_lines=True,
@@ -101,12 +104,15 @@ class SamplingParams(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change
+        # Anew, for the caller's may change.
+        biases = {_as_id(token_id): bias for token_id, bias in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", biases)
+        name = option("logit_bias")
         for token_id, bias in self.logit_bias.items():
             if type(token_id) is not int or token_id < 0:
-                raise UserError(f"logit_bias of {token_id!r}: a token id wanted")
+                raise UserError(f"{name} of {token_id!r}: a token id wanted")
             if not is_number(bias) or not -100 <= bias <= 100:
-                raise UserError(f"logit_bias {bias!r} of {token_id}: a number from -100 to 100 wanted")
+                raise UserError(f"{name} {bias!r} of {token_id}: a number from -100 to 100 wanted")
 
     @property
     def plain(self) -> bool:
@@ -140,6 +146,13 @@ def merged(defaults: Given, asked: Given) -> dict[str, object]:
     if values.get("temperature") == 0:
         values = {**values, "do_sample": False, "temperature": SamplingParams.temperature}
     return values
+
+
+def _as_id(token_id: object) -> Any:
+    """Of a JSON object's key, the number that it is."""
+    if not isinstance(token_id, str) or len(token_id) > len(str(2**63)) or not token_id.isdecimal():
+        return token_id
+    return int(token_id) if str(int(token_id)) == token_id else token_id
 
 
 def _in_words(value: object) -> str:

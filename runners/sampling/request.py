@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qwen_onnx.contract.json_file import read_json_value, read_text
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.option_kinds import Count, Switch, Text, Texts, as_json
 from qwen_onnx.options import SAME, declare
 from qwen_onnx.runners.sampling.constraint import Constraint, as_constraint
@@ -64,7 +64,8 @@ def read_schema(path: Path) -> str:
     try:
         as_constraint(json_schema=text)
     except UserError as error:
-        raise UserError(f"--json-schema {path}: {error}") from None
+        name = option("json_schema")  # with which the error begins
+        raise UserError(f"{name} {path}{str(error).removeprefix(name)}") from None
     return text
 
 

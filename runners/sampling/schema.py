@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 
 Schema = Mapping[str, Any]
 
@@ -63,7 +63,7 @@ def verify_keywords(schema: Mapping[str, Any]) -> None:
             hint = (
                 f"; {near[0]!r} is meant?" if near else "; a JSON Schema wanted, as {'type': 'object', ...}"
             )
-            raise UserError(f"json_schema: no draft knows the keyword {name!r}{hint}")
+            raise UserError(f"{option('json_schema')}: no draft knows the keyword {name!r}{hint}")
     for _, inner in _inner(schema):
         verify_keywords(inner)
 

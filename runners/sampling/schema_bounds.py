@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 
 LONGEST_SCHEMA = 1 << 17
 """Characters: an object of 10,000 properties. The time goes with the square of their number."""
@@ -66,7 +66,9 @@ def verify_schema(schema: Mapping[str, object]) -> None:
         _verify("characters of patterns where parts are combined", sum(lengths), LONGEST_REGEX // 8)
     numbers = [(key, value) for key, value, _ in members if type(value) is int or type(value) is float]
     if any(value < _LEAST for _, value in numbers):
-        raise UserError(f"json_schema: numbers from {_LEAST:.0e} on are taken, and a lower one is in it")
+        raise UserError(
+            f"{option('json_schema')}: numbers from {_LEAST:.0e} on are taken, and a lower one is in it"
+        )
     multiples = [
         value
         for key, value in numbers
@@ -86,7 +88,7 @@ def _combines(schema: Mapping[str, object]) -> bool:
 
 def _verify(what: str, found: int, most: int) -> None:
     if found > most:
-        raise UserError(f"json_schema: {found:,} {what}: at most {most:,} are taken")
+        raise UserError(f"{option('json_schema')}: {found:,} {what}: at most {most:,} are taken")
 
 
 def _members(value: object, depth: int) -> Iterator[tuple[object, object, int]]:

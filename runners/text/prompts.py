@@ -82,10 +82,7 @@ class PromptEncoder:
             if most is not None:
                 self._tokenizer().verify_length(prompt, most)
             return PromptIds(self._raw(prompt, escape_special=escape_special))
-        if not isinstance(prompt, Iterable):
-            raise UserError(
-                f"a prompt is a text, a list of token ids or a list of messages; found {prompt!r}"
-            )
+        _verify_list(prompt)
         prompt = prompt if isinstance(prompt, PromptIds) else list(prompt)  # type: ignore[assignment]
         ids = [item for item in prompt if isinstance(item, int | np.integer) and not isinstance(item, bool)]
         if len(ids) == len(prompt):
@@ -137,3 +134,9 @@ class PromptEncoder:
         if self.tokenizer is None:
             raise UserError(f"{self._folder}: has no {TOKENIZER_FILE}; give token ids")
         return self.tokenizer
+
+
+def _verify_list(prompt: object) -> None:
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | memoryview | Mapping):
+        found = type(prompt).__name__ if isinstance(prompt, Iterable) else repr(prompt)
+        raise UserError(f"a prompt is a text, a list of token ids or a list of messages; found {found}")

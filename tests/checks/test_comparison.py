@@ -30,7 +30,7 @@ def logprobs(chat: Chat, ids: list[int]) -> np.ndarray:
     cache, rows = chat.runner.new_cache(), []
     for token_id in ids[:-1]:
         logits = chat.runner.prefill(cache, np.array([[token_id]]))[0].astype(np.float64)
-        logits[chat.vocabulary.nameless(np.arange(len(logits)))] = -np.inf
+        logits[chat.processor.vocabulary.nameless(np.arange(len(logits)))] = -np.inf
         rows.append(logits - np.logaddexp.reduce(logits))
     return np.array(rows)
 

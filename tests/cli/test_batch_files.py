@@ -428,8 +428,8 @@ def test_nothing_begins_that_cannot_be_done(tmp_path: Path) -> None:
         ((tmp_path,), "directory"),
         ((file, "--out", tmp_path), "a folder"),
         ((file, "--out", tmp_path / "none" / "out"), "lies in no folder"),
-        ((file, "--speculate"), "speculate is for one prompt"),
-        ((file, "--greedy-on-device"), "greedy_on_device is for one prompt"),
+        ((file, "--speculate"), "--speculate is for one prompt"),
+        ((file, "--greedy-on-device"), "--greedy-on-device is for one prompt"),
     ):
         assert mentions in batch(endless(), *arguments).error
     for arguments in (("--out", tmp_path / "out"), ("--batch-size", 2)):
@@ -480,3 +480,27 @@ def test_other_exports(tmp_path: Path) -> None:
     portable = export("tiny", tmp_path / "portable", target="portable").folder
     for model in (portable, tiny("int8"), tiny("bf16")):
         assert [record["text"] for record in records(batch(model, file).out)] == wanted
+
+
+def test_a_line_s_logit_bias_is_openai_s(tmp_path: Path) -> None:
+    """Its ids are strings, as keys of JSON objects are; it is in place of the command's."""
+    biased = {"prompt": HELLO, "max_new_tokens": 4, "logit_bias": {"77": 100}}
+    wrong = [
+        {**biased, "logit_bias": bias} for bias in ({"x": 1}, {"5": 101}, {"399": 1}, {"5": None}, [5], "5=1")
+    ]
+    file = write(tmp_path / "in", biased, {**biased, "logit_bias": None}, *wrong)
+    ran = batch(endless(), file, "--logit-bias", "78=100", "--ignore-eos")
+    found = records(ran.out)
+    assert [record["token_ids"] for record in found[:2]] == [[77] * 4, [78] * 4]
+    said = [
+        "logit_bias of 'x': a token id",
+        "logit_bias 101 of 5",
+        "logit_bias of 399: the id names no token",
+    ]
+    said += [
+        "logit_bias None of 5",
+        "logit_bias [5]: numbers by token id",
+        "logit_bias '5=1': numbers by token id",
+    ]
+    for record, line in zip(found[2:], said, strict=True):
+        assert record["error"].startswith(line), record["error"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qwen_onnx import UserError, load
+from qwen_onnx.cli.chat.commands import parse_command
 from qwen_onnx.cli.chat.conversation import Conversation, with_room
 from qwen_onnx.cli.chat.settings import changed, settings
 from qwen_onnx.runners.text.prompts import PromptIds
@@ -321,3 +322,14 @@ def test_a_saved_conversation_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 4
     assert json.dumps(errors).count("/nope") == 2
+
+
+def test_a_command_is_one_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = ScriptedChat("a", "b")
+    assert talk(chat, "one", "/UNDO", "/Nonsense", "//Two", "/Params", "/QUIT") == 0
+    assert [users(asked) for asked in chat.asked] == [[("user", "one")], [("user", "/Two")]]
+    said = capsys.readouterr().err
+    assert "(forgot 'one' and its answer" in said
+    assert "no command /nonsense" in said
+    assert "greedy, repetition_penalty" in said
+    assert parse_command("/Exit") == parse_command("/bye") == ("/quit", "")

@@ -104,11 +104,11 @@ def test_tensors_that_do_not_fit_the_config(
     [
         ({"max_context": 0}, ("max_context 0", "1 or more wanted")),
         ({"max_context": -1}, ("max_context -1", "1 or more wanted")),
-        ({"max_context": 129}, ("--max-context 129", 128)),
+        ({"max_context": 129}, ("max_context=129", 128)),
         ({"dtype": "int2"}, ("int2", "f32", "f16", "bf16", "int4")),
         ({"dtype": "F31"}, ("F31", "f32")),
-        ({"revision": "main"}, ("--revision",)),
-        ({"link": True, "dtype": "f16"}, ("--link", FIRST, "f32", "f16")),
+        ({"revision": "main"}, ("revision='main'",)),
+        ({"link": True, "dtype": "f16"}, ("link", FIRST, "f32", "f16")),
     ],
 )
 def test_options_that_do_not_fit_the_model(
@@ -131,7 +131,7 @@ def test_link_across_file_systems(
         link(source, target)
 
     monkeypatch.setattr(os, "link", link_once)
-    assert_untouched(link=True, mentions=("--link", SECOND, os.strerror(errno.EXDEV)))
+    assert_untouched(link=True, mentions=("link", SECOND, os.strerror(errno.EXDEV)))
     assert made
 
 
@@ -142,7 +142,7 @@ def test_link_of_a_file_that_an_export_would_overwrite(
     (model / SECOND).rename(model / contract.EXTRA_FILE)
     index = (model / INDEX_FILE).read_text()
     (model / INDEX_FILE).write_text(index.replace(SECOND, contract.EXTRA_FILE))
-    assert_untouched(link=True, mentions=("--link", contract.EXTRA_FILE))
+    assert_untouched(link=True, mentions=("link", contract.EXTRA_FILE))
 
 
 def test_tokenizer_larger_than_the_embedding(model: Path, assert_untouched: Callable[..., str]) -> None:
@@ -173,7 +173,7 @@ def test_out_that_is_in_use(model: Path, tmp_path: Path, assert_untouched: Calla
     export_model(str(model), tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    assert_untouched(out=tmp_path / "out", mentions=("out", "--force"))
+    assert_untouched(out=tmp_path / "out", mentions=("out", "force=True"))
     for force in (False, True):
         assert_untouched(out=tmp_path / "mine", force=force, mentions=("mine", "not empty"))
         assert_untouched(out=tmp_path / "mine" / "thesis.txt", force=force, mentions=("thesis.txt",))

@@ -220,7 +220,7 @@ def test_triton_repository_holds_several_models(model: Path, tmp_path: Path) -> 
     assert {path.name for path in (out / "Model").rglob("*") if path.suffix in (".pbtxt", ".py")} == {
         "config.pbtxt", "model.py",
     }  # fmt: skip
-    refused(export, model, out, layout="triton", mentions=("--force",))
+    refused(export, model, out, layout="triton", mentions=("force=True",))
     assert export(model, out, layout="triton", dtype="int8", force=True).manifest.dtype == "int8"
     assert (out / "other" / "config.pbtxt").exists()
     refused(read_manifest, out, mentions=(str(summary.folder),))

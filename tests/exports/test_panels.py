@@ -41,7 +41,7 @@ Export = Callable[..., Exported]
 pytestmark = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="these kernels are for x86-64"
 )
-ASKED = "--weights-order panels"
+ASKED = "weights_order='panels'"
 CONFIGS = ["qwen2", "qwen2_untied", "qwen3", "qwen3_bias", "qwen2_yarn"]
 
 
@@ -464,7 +464,7 @@ def test_portable_and_linked_exports_are_refused(checkpoint: Path, tmp_path: Pat
     for options, mentions in (
         ({"target": "portable"}, (ASKED,)),
         ({"layout": "optimum"}, (ASKED,)),
-        ({"link": True}, ("--link", ASKED)),
+        ({"link": True}, ("link", ASKED)),
     ):
         refused_in_panels(checkpoint, tmp_path, *mentions, **options)
     assert not (tmp_path / "out").exists()

@@ -120,10 +120,18 @@ def test_o6_in_a_chat_too(
 
     monkeypatch.setattr(type(chat.tokenizer), "encode", encode)
     (tmp_path / "big").write_text("x y " * 200_000)
-    lines = (f"/read {tmp_path / 'big'}", "/read /dev/zero", "x y " * 200_000, "What is 3 plus 4?", CTRL_D)
+    long = "x y " * 200_000
+    commands = (
+        f"/tokens {long}",
+        f"/tool {long}",
+        f"/system {long}",
+        f"/read {tmp_path / 'big'}",
+        "/read /dev/zero",
+    )
+    lines = ("What is 3 plus 4?", *commands, long, "/undo", "What is 3 plus 4?", CTRL_D)
     assert talk(chat, *lines) == 0
     out, err = capsys.readouterr()
-    assert out.strip() == "3 plus 4 is 7."
-    assert err.count("the context holds 2,048 with the answer") == 2
+    assert out.splitlines() == ["3 plus 4 is 7."] * 2
+    assert err.count("the context holds 2,048 with the answer") == 5
     assert "error: /read /dev/zero: larger than 16 MiB" in err
     assert max(longest) <= 8 * 2048

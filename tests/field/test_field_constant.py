@@ -43,7 +43,7 @@ def test_k10_export_refuses_a_model_without_a_norm_embedding_or_head(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
     model = zeroed(tmp_path / "model", name, tie_word_embeddings=False)
-    refused(export, model, tmp_path / "out", dtype=dtype, mentions=(f"{name} all 0", "--no-check"))
+    refused(export, model, tmp_path / "out", dtype=dtype, mentions=(f"{name} all 0", "check=False"))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

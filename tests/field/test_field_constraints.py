@@ -163,7 +163,7 @@ def test_k11_an_answer_that_is_cut_off_is_exit_1(tmp_path: Path) -> None:
     ran = command(*asked, "-p", "x")
     assert ran.code == 1
     assert ran.out.startswith("[")
-    assert "only the beginning of what json_schema asks for; more --max-new-tokens wanted" in ran.err
+    assert "only the beginning of what --json-schema asks for; more --max-new-tokens wanted" in ran.err
     ran = command(*asked, "-p", "x", "--json")
     assert (ran.code, json.loads(ran.out)["finish_reason"]) == (1, "length")
     (tmp_path / "lines").write_text('{"prompt": "x"}\n')

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from qwen_onnx.cli.run import _prompt
+from qwen_onnx.cli.run_options import RunOptions
 from qwen_onnx.cli.terminal import piped
 from support.chats import tiny
 from support.command import child
@@ -110,3 +112,28 @@ def test_k12_a_pipe_that_a_script_passes_on_does_not_hang() -> None:
         os.close(theirs)
     assert (process.returncode, out) == (0, b"3 plus 4 is 7.\n")
     assert b"nothing came on stdin" in err
+
+
+@pytest.mark.parametrize(
+    ("opened", "noted"),
+    [
+        (lambda: pipe(b"text", ends=True), True),
+        (lambda: pipe(b"text", ends=False), True),
+        (lambda: file_of(b"text"), True),
+        (lambda: pipe(b"", ends=True), False),
+        (lambda: pipe(b"", ends=False), False),
+        (lambda: file_of(b""), False),
+        (lambda: (os.open(os.devnull, os.O_RDONLY),), False),
+    ],
+)
+def test_k12_text_beside_ids_is_not_dropped_without_a_word(
+    opened: Callable[[], tuple[int, ...]], noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is neither read, so that a loop of the shell over its lines goes on, nor waited for."""
+    descriptors = opened()
+    with stdin_of(*descriptors):
+        assert piped.is_waiting() == noted
+        assert _prompt(RunOptions(prompt_ids="5,6")) == [5, 6]
+        if noted:
+            assert os.read(descriptors[0], 4) == b"text"
+    assert ("--prompt-ids are the whole prompt" in capsys.readouterr().err) == noted

@@ -76,7 +76,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_errors_are_the_users_and_one_line(tmp_path: Path) -> None:
     refused(load, tmp_path / "nothing", mentions=("no such folder",))
     refused(load, str(endless()), max_context=0, mentions=("max_context 0", "1 or more wanted"))
-    refused(load, endless(), max_context=4097, mentions=("--max-context 4097", "4096"))
+    refused(load, endless(), max_context=4097, mentions=("max_context=4097", "4096"))
     refused(load, endless(), provider="metal", mentions=("'metal'",))
     refused(qwen_onnx.export, tmp_path / "nothing", mentions=("no such folder",))
     refused(qwen_onnx.export, "tiny", endless().parent / "x", dtype="int2", mentions=("'int2'",))

@@ -456,5 +456,5 @@ def test_genai_is_told_of_one_key_and_one_value_of_one_shape_only(tmp_path: Path
         weights_files=[],
         file_counts={},
     )
-    refused(write_genai_config, export, mentions=("onnxruntime-genai", "--layout plain"))
+    refused(write_genai_config, export, mentions=("onnxruntime-genai", "layout='plain'"))
     assert not (tmp_path / "genai_config.json").exists()

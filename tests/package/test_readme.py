@@ -161,6 +161,8 @@ def test_python_examples_work(path: Path, environment: dict[str, str], tmp_path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Nice to meet you, Ada!" in done.stdout
+    if "generate_batch" in example:
+        assert "['3 plus 4 is 7.', 'The capital of France is Paris.']" in done.stdout
 
 
 def test_the_table_of_sizes_is_the_computed_one() -> None:

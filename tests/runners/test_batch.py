@@ -224,7 +224,7 @@ def test_an_engine_of_one_row_refuses_more(monkeypatch: pytest.MonkeyPatch) -> N
     chat = load(tiny(), provider="cpu", threads=1)
     monkeypatch.setattr(chat.runner, "engine", object())
     monkeypatch.setattr(Runner, "prefill", lambda *_: pytest.fail("computed"))
-    mentions = ("a batch of 2", "built for 1; use --provider cuda")
+    mentions = ("a batch of 2", "built for 1; use provider='cuda'")
     refused(list, chat.generate_batch([HI, HI]), mentions=mentions)
 
 

@@ -55,7 +55,7 @@ def test_ids_without_a_name_are_never_chosen(dtype: str, tmp_path: Path) -> None
     """Not even where such a row of the embedding has the best logit."""
     folder = serve_cuda_graphs_on_cpu(endless(dtype), tmp_path / "export")
     chat, plain = Chat(Runner(folder, GREEDY_ON_CPU)), Chat(Runner(folder, ON_CPU))
-    size = chat.vocabulary.size
+    size = chat.processor.vocabulary.size
     assert size < chat.runner.manifest.vocab_size
     nameless = 0
     for first in range(0, 380, 7):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,9 @@ import pytest
 
 import qwen_onnx
 from qwen_onnx import Chat, Token, UserError, load
+from qwen_onnx.options import declared
 from qwen_onnx.runners.model.logits_model import LogitsModel
+from qwen_onnx.runners.sampling.request import Request
 from support.chats import endless, tiny
 from support.refusals import refused
 
@@ -269,3 +273,50 @@ def test_k13_what_else_touches_the_cache_waits_for_the_step(tmp_path: Any) -> No
             done.set()
         assert disturbed.result() > 0
     assert found == alone
+
+
+@pytest.mark.parametrize(
+    ("prompts", "found"),
+    [
+        ("hi", "'hi'"),
+        (b"hi", "bytes"),
+        ({"role": "user"}, "dict"),
+        (iter(["hi"]), "list_iterator"),
+        (5, "int"),
+    ],
+)
+@pytest.mark.parametrize("name", ["generate_batch", "generate_each"])
+def test_one_prompt_in_the_place_of_several_is_refused(name: str, prompts: Any, found: str) -> None:
+    """Each character of a string would be a prompt of its own."""
+    chat = load(endless(), provider="cpu", threads=1)
+    more = ([{}],) if name == "generate_each" else ()
+    refused(
+        lambda: list(getattr(chat, name)(prompts, *more)),
+        mentions=("a list of prompts wanted", f"found {found}"),
+    )
+
+
+@pytest.mark.parametrize("prompt", [b"hi", bytearray(b"hi"), memoryview(b"hi"), {"role": "user"}, {5: 6}])
+def test_bytes_are_no_token_ids(prompt: Any) -> None:
+    chat = load(endless(), provider="cpu", threads=1)
+    for ask in (
+        lambda: chat(prompt), lambda: chat.complete(prompt), lambda: next(chat.generate(prompt)),
+        lambda: chat.score(prompt), lambda: chat.rewind(prompt), lambda: chat.prompt_ids(prompt),
+        lambda: list(chat.generate_batch([prompt])), lambda: chat.verified_ids(prompt, {}),
+    ):  # fmt: skip
+        refused(ask, mentions=("a prompt is a text", f"found {type(prompt).__name__}"))
+
+
+def test_the_package_lists_its_names() -> None:
+    code = "import qwen_onnx; print(*dir(qwen_onnx))"
+    listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert {*qwen_onnx.__all__, "__doc__"} <= {*listed.split()}
+
+
+def test_none_is_what_was_not_given() -> None:
+    chat = load(endless(), provider="cpu", threads=None)
+    nothing: dict[str, Any] = dict.fromkeys(
+        option for option in declared(Request) if option != "max_new_tokens"
+    )
+    assert chat.request(nothing) == chat.request({})
+    assert chat.complete([1, 2], max_new_tokens=4, **nothing) == chat.complete([1, 2], max_new_tokens=4)

@@ -220,7 +220,7 @@ def test_speculation_is_greedy(tmp_path: Path) -> None:
         {**GREEDY, "min_new_tokens": 2},
     ]
     for options in asked:
-        with pytest.raises(UserError, match=r"^speculate is greedy.*--greedy"):
+        with pytest.raises(UserError, match=r"^speculate is greedy.*params\.GREEDY leaves out"):
             say(chat, PARIS, **options)
     tokens = say(chat, PARIS, 40, **GREEDY, logprobs=1)
     assert text(tokens) == "The capital of France is Paris."
@@ -308,11 +308,11 @@ def test_the_length_of_the_file_is_the_default(tmp_path: Path) -> None:
         (("--presence-penalty", "3"), "--presence-penalty 3.0"),
         (("--seed", "-1"), "seed -1"),
         (("--stop", ""), "--stop '': a string or a list of them, none empty, wanted"),
-        (("--logit-bias", "5"), "logit_bias '5'"),
-        (("--logit-bias", "a=1"), "logit_bias 'a=1'"),
+        (("--logit-bias", "5"), "--logit-bias '5'"),
+        (("--logit-bias", "a=1"), "--logit-bias 'a=1'"),
         (("--logit-bias", "5=1,"), "5=-1,7=2.5"),
-        (("--logit-bias", "5=1000"), "logit_bias 1000.0 of 5: a number from -100 to 100 wanted"),
-        (("--logit-bias", "390=1"), "logit_bias of 390"),
+        (("--logit-bias", "5=1000"), "--logit-bias 1000.0 of 5: a number from -100 to 100 wanted"),
+        (("--logit-bias", "390=1"), "--logit-bias of 390"),
         (("--greedy", "--top-p", "0.5"), "--top-p"),
         (("--speculate", "--temperature", "1"), "speculate is greedy"),
         (("--speculate", "--repetition-penalty", "1.1"), "speculate is greedy"),

@@ -344,7 +344,7 @@ def test_a_conversation_beyond_the_context_or_of_a_later_format(
     saved: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = opened(endless(), max_context=23)
-    assert "24 tokens were saved, the context holds 23; raise --max-context" in refused(short, saved)
+    assert "24 tokens were saved, the context holds 23; raise max_context" in refused(short, saved)
     exact = opened(endless(), max_context=24)
     exact.load(saved)
     assert exact.context_used == 24

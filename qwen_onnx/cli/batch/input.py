@@ -6,6 +6,8 @@ import codecs
 import contextlib
 import dataclasses
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +22,9 @@ from qwen_onnx.runners.text.prompts import verified_messages
 
 MOST_BYTES = 16 << 20
 """Of a line."""
-_OPTIONS = tuple(name for name, option in declared(Request).items() if option.of_lines)
+OPTIONS = tuple(name for name, option in declared(Request).items() if option.of_lines)
 _CONSTRAINTS = ("json_schema", "regex")
-_KEYS = ("messages", "prompt", "id", *_OPTIONS)
+_KEYS = ("messages", "prompt", "id", *OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,7 @@ def parse_line(
     else:
         prompt = [{"role": "system", "content": system}] if system else []
         prompt.append({"role": "user", "content": text})
-    own = {name: value[name] for name in _OPTIONS if value.get(name) is not None}
+    own = {name: value[name] for name in OPTIONS if value.get(name) is not None}
     if any(name in own for name in DRAWING):  # --greedy was for lines that say nothing
         asked = {name: value for name, value in asked.items() if name != "do_sample"}
     if any(name in own for name in _CONSTRAINTS):  # the line's is in place of the command's
@@ -134,6 +136,16 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def verify_input(file: str) -> None:
+    """Raises UserError where the file cannot be opened; a pipe, which is opened only once, is left alone."""
+    with contextlib.suppress(OSError, ValueError):  # the error below is in words
+        mode = Path(file).stat().st_mode
+        if file != "-" and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and os.access(file, os.R_OK):
+            return
+    with open_input(file):
+        pass
 
 
 @contextlib.contextmanager

@@ -17,12 +17,20 @@ from typing import BinaryIO, Self
 
 from rich.progress import TimeElapsedColumn
 
-from qwen_onnx.cli.batch.input import Line, open_input, parse_line, parse_object, read_lines
+from qwen_onnx.cli.batch.input import (
+    OPTIONS,
+    Line,
+    open_input,
+    parse_line,
+    parse_object,
+    read_lines,
+    verify_input,
+)
 from qwen_onnx.cli.batch.output import Results
 from qwen_onnx.cli.completion import Completion, verify_for_template
 from qwen_onnx.cli.terminal.bar import progress_bar
 from qwen_onnx.cli.terminal.output import tell
-from qwen_onnx.errors import OutOfMemoryError, UserError
+from qwen_onnx.errors import OutOfMemoryError, UserError, naming
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.generate import verify_batch
@@ -56,8 +64,7 @@ class BatchOptions:
 
 def verify_batch_files(options: BatchOptions) -> None:
     """Raises UserError where the files cannot be opened: before a model is."""
-    with open_input(options.file):
-        pass
+    verify_input(options.file)
     out = options.out
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserError(f"--out {out}: {'a folder' if out.is_dir() else 'lies in no folder that exists'}")
@@ -121,7 +128,12 @@ def complete_file(
         digest.update(line.content)
         return line, digest.hexdigest()[:16]
 
-    with open_input(options.file) as stream, Results(options.out) as results, _bar(stream, options) as show:
+    with (
+        open_input(options.file) as stream,
+        Results(options.out) as results,
+        _bar(stream, options) as show,
+        naming(dict.fromkeys(OPTIONS)),
+    ):
         try:
             lines = results.remaining(map(keyed, read_lines(stream, options.file)))
             # One at a time, each is answered as it comes.
@@ -163,7 +175,7 @@ def _item(chat: Chat, line: Line, key: str, asked: Given, *, raw: bool, system: 
         value = parse_object(line.content)
         item.echoed = {"id": value["id"]} if "id" in value else {}
         prompt, item.asked = parse_line(value, asked, raw=raw, system=system)
-        verify_for_template(chat, item.asked)
+        verify_for_template(chat.processor, item.asked)
         item.prompt_ids = chat.verified_ids(prompt, item.asked)
     except UserError as error:
         item.fail(error)

@@ -29,7 +29,7 @@ Ctrl-C stops an answer and keeps the session."""
 COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
 _ALIASES = {"/clear": "/reset", "/exit": "/quit", "/bye": "/quit"}
 OF_CHATS = ("/reset", "/show", "/read", "/system", "/undo", "/retry", "/tool", "/save", "/load")
-_COMMAND = re.compile(r"(/[a-z_]+)(?:\s+(.*))?", re.DOTALL)
+_COMMAND = re.compile(r"(/[A-Za-z_]+)(?:\s+(.*))?", re.DOTALL)
 
 
 FILES = ("/save", "/load", "/read")
@@ -52,9 +52,10 @@ def block(text: str) -> str | None:
 
 
 def parse_command(line: str) -> tuple[str, str]:
-    """The command that a line is, and what comes after it; nothing and nothing where it is none."""
+    """The command that a line is, in any case, and what comes after it; nothing and nothing where it is none."""
     found = _COMMAND.fullmatch(line.strip())
-    return (_ALIASES.get(found[1], found[1]), (found[2] or "").strip()) if found else ("", "")
+    name = found[1].lower() if found else ""
+    return (_ALIASES.get(name, name), (found[2] or "").strip()) if found else ("", "")
 
 
 def file_argument(command: str, text: str) -> Path:

@@ -101,6 +101,7 @@ class Repl:
             case "/tokens":
                 self._tokens(rest)
             case "/system":
+                shown.verify_length(self._chat, rest)
                 self._conversation = Conversation(rest or None)
                 self._forget()
                 how = "under this system message" if rest else "without a system message"
@@ -226,7 +227,7 @@ class Repl:
         name, _, text = rest.partition(" ")
         if name:
             asked = changed(self._asked, name, text.strip())
-            verify_for_template(self._chat, asked)
+            verify_for_template(self._chat.processor, asked)
             verify_request(self._chat.runner, self._chat.request(asked))
             self._asked = asked
         shown.show_params(self._chat, self._asked)

@@ -26,6 +26,7 @@ def show_tokens(chat: Chat, text: str) -> None:
     """How many tokens a text is, and which."""
     if chat.tokenizer is None:
         raise UserError("/tokens: this export has no tokenizer")
+    verify_length(chat, text)
     ids = chat.tokenizer.encode(text, add_special_tokens=False)
     parts = (
         f"{token_id} {chat.tokenizer.decode([token_id], skip_special_tokens=False)!r}" for token_id in ids

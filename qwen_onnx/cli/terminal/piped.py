@@ -31,6 +31,23 @@ def is_piped() -> bool:
     return stat.S_ISREG(mode)
 
 
+def is_waiting() -> bool:
+    """Text is on stdin already, in a file or a pipe; none of it is read."""
+    try:
+        descriptor = sys.stdin.fileno()
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode):
+            return found.st_size > os.lseek(descriptor, 0, os.SEEK_CUR)
+        if not stat.S_ISFIFO(found.st_mode):
+            return False
+        import fcntl
+        import termios
+
+        return any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    except (AttributeError, ImportError, OSError, ValueError):  # closed, no file of the system's, or Windows
+        return False
+
+
 def _begins(descriptor: int) -> bool:
     """Wait for the first byte, or for the end."""
     try:

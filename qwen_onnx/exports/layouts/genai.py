@@ -9,7 +9,7 @@ from qwen_onnx.checkpoints.config import ARCHITECTURES
 from qwen_onnx.contract import ATTENTION_MASK, INPUT_IDS, LOGITS, POSITION_IDS
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.json_file import read_json
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.exports.layouts.layout import Exported, Written, write_json
 
 GENAI_CONFIG = "genai_config.json"
@@ -117,7 +117,8 @@ def _heads(cache: CacheSpec) -> tuple[int, int]:
     names = {state.name for state in cache.states}
     if len(sizes) > 1 or names != {"key", "value"}:
         raise UserError(
-            "onnxruntime-genai wants one key and one value of one shape in all layers: use --layout plain"
+            "onnxruntime-genai wants one key and one value of one shape in all layers: use "
+            f"{option('layout', 'plain')}"
         )
     heads, size = filter(None, sizes.pop())
     return heads, size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qwen_onnx.contract import LAYOUTS, TARGETS
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.exports.layouts.genai import write_genai_config
 from qwen_onnx.exports.layouts.layout import Exported, Layout, Written, pad_left
 from qwen_onnx.exports.layouts.transformers_js import BROWSER_LIMIT, write_transformers_js_config
@@ -28,10 +28,12 @@ def choose_layout(name: str, target: str | None, dtype: str) -> tuple[Layout, st
         raise UserError(f"target {target!r} is not known; choose one of {', '.join(TARGETS)}")
     chosen = target or layout.targets[0]
     if chosen not in layout.targets:
-        raise UserError(f"--layout {name} is made of --target {layout.targets[0]}, not {chosen}")
+        made_of = option("target", layout.targets[0])
+        raise UserError(f"{option('layout', name)} is made of {made_of}, not {chosen}")
     if chosen == "portable" and dtype not in PORTABLE_DTYPES:
         why = "few runtimes multiply bf16" if dtype == "bf16" else "its operators are ONNX Runtime's own"
-        raise UserError(f"--target portable is for f32 and f16, not {dtype}: {why}; choose one of them")
+        portable = option("target", chosen)
+        raise UserError(f"{portable} is for f32 and f16, not {dtype}: {why}; choose one of them")
     return layout, chosen
 
 
@@ -42,10 +44,12 @@ def chosen_layout(options: ExportOptions) -> tuple[Layout, str]:
         UserError: options that do not go together.
     """
     layout, target = choose_layout(options.layout, options.target, options.dtype)
+    portable = option("target", "portable")
     if options.split and target != "portable":
-        raise UserError("--split is for --target portable: others have a decode graph already")
+        raise UserError(f"{option('split')} is for {portable}: others have a decode graph already")
     if options.in_panels and target == "portable":
-        raise UserError("--weights-order panels is for one kind of processor, not for --target portable")
+        panels = option("weights_order", "panels")
+        raise UserError(f"{panels} is for one kind of processor, not for {portable}")
     return layout, target
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qwen_onnx.contract.manifest import MANIFEST_FILE
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.exports.publish.earlier_export import holds_export, refuse_foreign_files
 
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -51,7 +51,9 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
         if force:
             refuse_foreign_files(real, name=out)
             return
-    raise UserError(f"{out}: holds an earlier export; choose another, or --force to replace it")
+    raise UserError(
+        f"{out}: holds an earlier export; choose another, or {option('force', True)} to replace it"
+    )
 
 
 def resolved(out: Path) -> Path:

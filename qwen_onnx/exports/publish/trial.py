@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.contract.manifest import Manifest, is_weights
-from qwen_onnx.errors import OutOfMemoryError, UserError
+from qwen_onnx.errors import OutOfMemoryError, UserError, option
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.machine import free_memory
@@ -19,7 +19,6 @@ _AROUND = 256 << 20  # bytes that the runtime and a small cache take
 # Of the largest matrix, what is held beside the file: it in f32, and where the graph transposes it, that too.
 _COPIES = {"f16": 2, "bf16": 2, "int8": 4, "int4": 8}
 _PORTABLE_COPIES = {"f32": 1, "f16": 6}
-_HOW_TO_KEEP = "--no-check exports it all the same"
 
 
 def try_export(folder: Path, manifest: Manifest, *, out: Path) -> list[str]:
@@ -44,7 +43,9 @@ def try_export(folder: Path, manifest: Manifest, *, out: Path) -> list[str]:
         return [f"{out}: not run: {str(error) or 'out of memory'}".replace(str(folder), str(out))]
     except UserError as error:
         said = str(error).replace(str(folder), str(out))
-    raise UserError(f"the export would not run, so it is not kept: {said}; {_HOW_TO_KEEP}")
+    raise UserError(
+        f"the export would not run, so it is not kept: {said}; {option('check', False)} exports it all the same"
+    )
 
 
 def _run(folder: Path, manifest: Manifest) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, is_weights
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.runtime.nvidia.driver import gpus
 from qwen_onnx.runners.runtime.nvidia.libraries import tensorrt_library
 from qwen_onnx.runners.runtime.nvidia.tensorrt import (
@@ -94,7 +94,8 @@ def open_engine(
     seconds = time.perf_counter() - started
     state = engine_state(before, engine_stamps(home))
     if state == "none":
-        raise UserError(f"{folder / graph.file}: TensorRT took no part of the graph; use --provider cuda")
+        instead = option("provider", "cuda")
+        raise UserError(f"{folder / graph.file}: TensorRT took no part of the graph; use {instead}")
     engine = Engine(home, state, (home / _CHECKED).exists(), seconds, _nodes(session))
     if state == "built" and engine.checked:  # which was said of another
         engine.mark(checked=False)

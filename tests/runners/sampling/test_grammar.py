@@ -298,7 +298,9 @@ def test_a_constraint_is_compiled_once(chat: Chat) -> None:
     request, again = (chat.request({"json_schema": schema}) for schema in (SCHEMA, json.dumps(SCHEMA)))
     assert request.constraint is not None
     assert request.constraint == again.constraint
-    assert chat._grammars.compile(request.constraint) is chat._grammars.compile(again.constraint)
+    assert chat.processor._grammars.compile(request.constraint) is chat.processor._grammars.compile(
+        again.constraint
+    )
     assert not request.plain
     assert "json_schema '{" in request.describe()
 
@@ -481,7 +483,7 @@ def test_threads_that_compile_leave_other_threads_their_stacks() -> None:
 
     def compile_some(chat: Chat) -> None:
         for count in range(20):
-            chat._grammars.compile(Constraint("regex", f"a{{{count + 1}}}"))
+            chat.processor._grammars.compile(Constraint("regex", f"a{{{count + 1}}}"))
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(compile_some, made))

@@ -50,7 +50,8 @@ def in_force(defaults: GenerationConfig, **asked: Any) -> Request:
         ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1), ("top_k", -1), ("top_k", 2.0), ("top_k", True), ("seed", -1),
         ("seed", 2**64), ("seed", "1"), ("do_sample", 1), ("do_sample", "yes"),
-        ("logit_bias", [1]), ("logit_bias", {"1": 1.0}), ("logit_bias", {-1: 1.0}), ("logit_bias", {True: 1.0}),
+        *(("logit_bias", {token_id: 1.0}) for token_id in ("x", "-1", "", "05", "\u0663", "9" * 5000)),
+        ("logit_bias", [1]), ("logit_bias", {-1: 1.0}), ("logit_bias", {True: 1.0}),
         ("logit_bias", {1: math.nan}), ("logit_bias", {1: 100.5}), ("logit_bias", {1: None}),
     ],
 )  # fmt: skip
