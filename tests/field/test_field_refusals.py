@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen_onnx import export
 from qwen_onnx.cli.main import FAILED, INTERRUPTED, USAGE
 from support.chats import copy_export, endless, endless_checkpoint, tiny
 from support.command import child, command
@@ -33,6 +35,15 @@ REFUSED = {
     "model": ("run", "/nope", *HI),
     "context": ("run", "EXPORT", *HI, "--max-context", "99999"),
     "damaged": ("run", "DAMAGED", *HI),
+    "thinking": ("run", "DAMAGED", *HI, "--think"),
+    "no tools": ("run", "DAMAGED", *HI, "--tools", "TOOLS"),
+    "no such template": ("run", "DAMAGED", *HI, "--chat-template", "nope"),
+    "no template": ("run", "BARE", *HI),
+    "no tokenizer": ("run", "IDS ONLY", *HI),
+    "no text to score": ("score", "IDS ONLY", "TOOLS"),
+    "long prompt": ("run", "DAMAGED", "-p", "long " * 4000, "--provider", "cpu"),
+    "long for this context": ("run", "DAMAGED", *HI, "--max-context", "5"),
+    "id": ("run", "DAMAGED", "--prompt-ids", "1,99999", "--provider", "cpu"),
     "info": ("info", "/nope"),
     "against": ("check", "EXPORT", "--against", "/nope"),
     "against export": ("check", "EXPORT", "--against", "EXPORT"),
@@ -58,12 +69,30 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (root / "photos" / "a.jpg").touch()
     damaged = copy_export(tiny(), root / "damaged")
     (damaged / "weights.safetensors").write_bytes(bytes(10))
+    model = copy_export(endless_checkpoint(), root / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": ""}))
+    bare = export(model, root / "bare", check=False).folder
+    (model / "tokenizer.json").unlink()
+    ids_only = export(model, root / "ids only", check=False).folder
+    for folder in (bare, ids_only):
+        (folder / "weights.safetensors").write_bytes(bytes(10))
+    (root / "tools.json").write_text('[{"type": "function", "function": {"name": "f"}}]')
     llama, cut = (copy_export(endless_checkpoint(), root / name) for name in ("llama", "cut"))
     (llama / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     weights = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     found = {"EXPORT": tiny(), "DAMAGED": damaged, "LLAMA": llama, "CUT": cut, "PHOTOS": root / "photos"}
+    found |= {"BARE": bare, "IDS ONLY": ids_only, "TOOLS": root / "tools.json"}
     return {name: str(path) for name, path in found.items()}
+
+
+WORDS = {
+    "thinking": "has no switch for thinking", "no tools": "shows no tools", "no such template": "'nope'",
+    "no template": "no chat template", "no tokenizer": "no tokenizer; give ids", "no text to score": "no text",
+    "long prompt": "the context holds 2,048", "long for this context": "the context holds 5", "id": "99999",
+}  # fmt: skip
+"""What is found before the weights, which are damaged, are looked at."""
 
 
 def cpu_of(process: subprocess.Popen[bytes]) -> float:
@@ -98,6 +127,7 @@ def test_m7_a_refusal_comes_before_work(case: str, places: dict[str, str], tmp_p
         line, imported = process.stderr.read().decode().splitlines()
     assert process.returncode == FAILED
     assert line.startswith("error: ")
+    assert WORDS.get(case, "") in line
     assert imported == "imported"
     assert spent < start() + SECONDS
     assert list(tmp_path.iterdir()) == []
