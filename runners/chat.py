@@ -103,7 +103,13 @@ class Chat(Answers, Conversation):
         started = time.perf_counter()
         sequence = self._sequence(prompt, options, started)
         verify_request(self.runner, sequence.request)
-        yield from self._answer(sequence)
+        steps = self._in_turn(
+            lambda cache: generate(self.runner, [sequence], cache), reuse_cache=sequence.request.reuse_cache
+        )
+        for _, token in steps:
+            yield token
+            if token.finish_reason is not None:
+                return
 
     @method_options(Request)
     def generate_batch(

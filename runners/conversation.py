@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import collections.abc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from qwen_onnx.errors import UserError
-from qwen_onnx.runners.generate import generate
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
-from qwen_onnx.runners.output import Token
-from qwen_onnx.runners.sequence import Sequence
 from qwen_onnx.runners.session_file import load_session, save_session
 from qwen_onnx.runners.text.prompts import Message
 
+T = TypeVar("T")
 _BEGUN = "another answer was begun on this Chat, or a session loaded; make a Chat for each conversation"
 _CLOSED = "this Chat was closed; load the export again"
 
@@ -105,17 +103,17 @@ class Conversation:
             self._turn, self._held = self._turn + 1, cache
         return list(messages)
 
-    def _answer(self, sequence: Sequence) -> Iterator[Token]:
-        """Tokens until the sequence ends.
+    def _in_turn(self, begin: Callable[[KVCache], Iterator[T]], *, reuse_cache: bool) -> Iterator[T]:
+        """What `begin` gives over the cache, one step at a time, until another answer begins.
 
         Raises:
-            UserError: as `Chat.generate`.
+            UserError: it began, or the Chat was closed; and what `begin` raises.
         """
         with self._step:
             self._turn = turn = self._turn + 1
-            if not sequence.request.reuse_cache:
+            if not reuse_cache:
                 self._cache.truncate(0)
-            steps = generate(self.runner, [sequence], self._cache)
+            steps = begin(self._cache)
         while True:
             with self._step:  # not while the caller has the token
                 if self._turn != turn:
@@ -123,9 +121,7 @@ class Conversation:
                 found = next(steps, None)
             if found is None:
                 return
-            yield found[1]
-            if found[1].finish_reason is not None:
-                return
+            yield found
 
     def _forget_other_than(self, token_ids: list[int]) -> None:
         """Of the cache, all that is no beginning of these ids."""

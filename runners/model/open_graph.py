@@ -127,7 +127,7 @@ def open_graph(
         )
     if provider == "cuda" and graph.entry == "greedy" and (fault := _cudnn_fault()):
         raise UserError(f"{option('greedy_on_device')} needs cuDNN for its argmax: {fault}; or leave it out")
-    grouped = None if for_scores else _grouped_decode(manifest, provider)
+    grouped = None if for_scores else _own_decode(manifest, provider)
     executor = (_open_live_slice if given == "live" else _open_fixed)(export, graph, grouped)
     return Opened(graph, executor, None)
 
@@ -215,7 +215,8 @@ def _cudnn_fault() -> str | None:
     return next((library.fault for library in cuda_libraries() if "cudnn" in library.name), None)
 
 
-def _grouped_decode(manifest: Manifest, provider: str) -> GraphSpec | None:
-    """The graph of single tokens that is faster for them than that of prompts."""
-    found = (graph for graph in manifest.graphs if graph.lowering == "static-grouped")
-    return next((graph for graph in found if provider in graph.providers), None)
+def _own_decode(manifest: Manifest, provider: str) -> GraphSpec | None:
+    """The graph of single tokens, where they have one of another lowering than prompts: it is faster for them."""
+    prompts = manifest.graph("prefill", provider).lowering
+    found = (graph for graph in manifest.graphs if graph.entry == "decode" and provider in graph.providers)
+    return next((graph for graph in found if graph.lowering != prompts), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     """
     given, ignored = {}, []
     keys = {option.config_key: name for name, option in declared(Request).items() if option.config_key}
-    values = {key: value for key, value in _read(folder, also=keys).items() if value is not None}
+    values = {key: value for key, value in _read(folder).items() if value is not None}
     for key, found in values.items():
         if key in keys:
             kind, value = declared(Request)[keys[key]].kind, _as_meant(key, found)
@@ -59,12 +58,12 @@ def generation_notes(folder: Path) -> list[str]:
     return [f"{GENERATION_CONFIG_FILE}: not followed: {shortened(list(ignored))}"] if ignored else []
 
 
-def _read(folder: Path, *, also: Collection[str]) -> dict[str, Any]:
+def _read(folder: Path) -> dict[str, Any]:
     if (path := folder / GENERATION_CONFIG_FILE).exists():
         return read_json(path)
     path = folder / "config.json"
     found = read_json(path) if path.exists() else {}
-    return {key: value for key, value in found.items() if key in GENERATION or key in also}
+    return {key: value for key, value in found.items() if key in GENERATION}
 
 
 def _as_meant(key: str, value: Any) -> Any:

@@ -44,11 +44,19 @@ class Biases:
             ) from None
 
 
-def _everywhere(default: Any, kind: Kind, help: str, about: str = "", *, only_with: str | None = None) -> Any:
+def _everywhere(
+    default: Any,
+    kind: Kind,
+    help: str,
+    about: str = "",
+    *,
+    only_with: str | None = None,
+    hidden: bool = False,
+) -> Any:
     """An option that has one name everywhere."""
     return declare(
         default, kind, help, PANEL,
-        config_key=SAME, setting=SAME, of_lines=True, only_with=only_with, about=about,
+        config_key=SAME, setting=SAME, of_lines=True, only_with=only_with, hidden=hidden, about=about,
     )  # fmt: skip
 
 
