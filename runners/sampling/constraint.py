@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from qwen_onnx.errors import UserError, option
-from qwen_onnx.runners.sampling.schema import closed, unwrapped, verify_keywords
+from qwen_onnx.runners.sampling.schema import closed, unwrapped, verify_keywords, with_nulls
 from qwen_onnx.runners.sampling.schema_bounds import LONGEST_REGEX, LONGEST_SCHEMA, verify_schema
 
 _LONGEST = {"json_schema": LONGEST_SCHEMA, "regex": LONGEST_REGEX}
@@ -74,6 +74,7 @@ def _schema_text(schema: object, additional_properties: bool) -> str:
         value = unwrapped(value)
         verify_schema(value)
         verify_keywords(value)
+        value = with_nulls(value)
         if not additional_properties:
             value = closed(value)
         return json.dumps(value, allow_nan=False)  # in the order of its properties, which answers keep

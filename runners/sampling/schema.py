@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qwen_onnx.errors import UserError, option
@@ -24,6 +24,8 @@ _WORDS = (
     "required title type uniqueItems writeOnly xml"
 )
 """Of drafts 4 to 2020-12, and of OpenAPI."""
+_DRAFT_3 = {"divisibleBy": "multipleOf", "extends": "allOf", "disallow": "not"}
+"""Its keywords that no later draft has, and what later ones have for them."""
 _KNOWN = frozenset((*_ONE, *_SEVERAL, *_NAMED, *_WORDS.split()))
 _WRAPPER = {"type", "name", "description", "strict", "schema"}
 _DEFINITIONS = ("$defs", "definitions")
@@ -46,6 +48,8 @@ def unwrapped(value: Mapping[str, Any]) -> Mapping[str, Any]:
     outer = value.get("response_format")
     if isinstance(outer, Mapping) and len(value) == 1:
         value = outer
+    if value == {"type": "json_object"}:  # any
+        return {"type": "object"}
     inner = value.get("json_schema")
     if value.get("type") == "json_schema" and isinstance(inner, Mapping):
         value = inner
@@ -59,13 +63,45 @@ def verify_keywords(schema: Mapping[str, Any]) -> None:
     """Raises UserError for a keyword that no draft knows: it would be passed over, and the answer be anything."""
     for name in schema:
         if name not in _KNOWN and not name.startswith("x-"):
+            if name in _DRAFT_3:
+                raise UserError(
+                    f"{option('json_schema')}: {name!r} is a keyword of draft 3; later ones have {_DRAFT_3[name]!r}"
+                )
             near = difflib.get_close_matches(name, _KNOWN, n=1)
             hint = (
                 f"; {near[0]!r} is meant?" if near else "; a JSON Schema wanted, as {'type': 'object', ...}"
             )
             raise UserError(f"{option('json_schema')}: no draft knows the keyword {name!r}{hint}")
+    if not isinstance(nullable := schema.get("nullable", False), bool):
+        raise UserError(f"{option('json_schema')}: nullable {nullable!r}: true or false wanted")
     for _, inner in _inner(schema):
         verify_keywords(inner)
+
+
+def with_nulls(schema: Schema) -> dict[str, Any]:
+    """A copy in which `nullable`, as OpenAPI 3.0 has it, is said as JSON Schema says it."""
+    copy = {name: _changed(name, value, with_nulls) for name, value in schema.items() if name != "nullable"}
+    if not schema.get("nullable"):
+        return copy
+    kind, values = copy.get("type"), [copy["const"]] if "const" in copy else copy.get("enum")
+    if any(name in copy for name in _COMBINED) or not (kind or values):
+        outer = {name: copy.pop(name) for name in [*copy] if name in (*_DEFINITIONS, "$schema", "$id")}
+        return {**outer, "anyOf": [copy, {"type": "null"}]} if copy else outer
+    if kind:
+        copy["type"] = [*dict.fromkeys([*([kind] if isinstance(kind, str) else kind), "null"])]
+    if isinstance(values, list):
+        copy.pop("const", None)
+        copy["enum"] = values if None in values else [*values, None]
+    return copy
+
+
+def _changed(name: str, value: Any, change: Callable[[Schema], dict[str, Any]]) -> Any:
+    """A keyword's value with all schemas in it changed."""
+    if name in _NAMED and isinstance(value, Mapping):
+        return {key: change(each) if isinstance(each, Mapping) else each for key, each in value.items()}
+    if name in _SEVERAL and isinstance(value, list):
+        return [change(each) if isinstance(each, Mapping) else each for each in value]
+    return change(value) if name in _ONE and isinstance(value, Mapping) else value
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,19 +127,10 @@ def _closed(schema: Schema, root: Schema, *, combined: bool, definitions: bool) 
     for name, value in copy.items():
         inside = _is_combined(schema, name, root, combined=combined) or (name in _DEFINITIONS and definitions)
 
-        def inner(each: Any, inside: bool = inside) -> Any:
-            return (
-                _closed(each, root, combined=inside, definitions=definitions)
-                if isinstance(each, Mapping)
-                else each
-            )
+        def inner(each: Schema, inside: bool = inside) -> dict[str, Any]:
+            return _closed(each, root, combined=inside, definitions=definitions)
 
-        if name in _NAMED and isinstance(value, Mapping):
-            copy[name] = {key: inner(each) for key, each in value.items()}
-        elif name in _SEVERAL and isinstance(value, list):
-            copy[name] = [*map(inner, value)]
-        elif name in _ONE:
-            copy[name] = inner(value)
+        copy[name] = _changed(name, value, inner)
     return copy
 
 

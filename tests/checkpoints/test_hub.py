@@ -348,7 +348,7 @@ class TestLocal:
 
     @pytest.mark.parametrize("model", ["tiny", "."])
     def test_a_revision_of_something_local_is_refused(self, model: str) -> None:
-        with pytest.raises(UserError, match="--revision v1 is for models on the Hub"):
+        with pytest.raises(UserError, match="revision='v1' is for models on the Hub"):
             resolve_model(model, revision="v1")
 
 

@@ -272,8 +272,8 @@ def test_what_genai_does_not_take_is_left_out_and_told(tmp_path: Path) -> None:
         ({"layout": "optimum", "target": "onnxruntime"}, "portable"),
         ({"layout": "docker"}, "transformers.js"),
         ({"target": "browser"}, "portable"),
-        ({"split": True}, "--target portable"),
-        ({"layout": "triton", "split": True}, "--target portable"),
+        ({"split": True}, "target='portable'"),
+        ({"layout": "triton", "split": True}, "target='portable'"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_is_written(

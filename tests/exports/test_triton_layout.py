@@ -29,6 +29,8 @@ from support.triton import LONG_S, Asked, Serve, Server, assert_solo, parameters
 from support.triton import _stub as _stub  # for every test here: Triton's module is the stand-in
 
 pytestmark = pytest.mark.thorough
+SLOWLY_S = 0.05
+"""Seconds for each of some 4,000 tokens: minutes, in which the rest of a test has its turn."""
 
 HI = "Hello!"
 SUM = "What is 3 plus 4?"
@@ -176,12 +178,20 @@ def test_callers_in_threads_are_served(serve: Serve) -> None:
 def test_nobody_waits_for_another_s_answer_to_end(serve: Serve) -> None:
     """A token of each in turn: a short answer that comes later is not behind a long one."""
     server = serve(endless())
-    begun = threading.Event()
-    (long,) = server.ask({"prompt": HI}, on_send=lambda asked: begun.set())
+    begun, released = threading.Event(), threading.Event()
+
+    def slowly(
+        asked: Asked,
+    ) -> None:  # its thousands of tokens would be done while this thread waits for its turn
+        begun.set()
+        released.wait(SLOWLY_S)
+
+    (long,) = server.ask({"prompt": HI}, on_send=slowly)
     assert begun.wait(LONG_S)
     (short,) = server.ask({"prompt": SUM, "max_new_tokens": 10})
     short.wait()
     assert not long.sender.ended.is_set(), "the long answer is too short for this test"
+    released.set()
     places = [place for place, asked in enumerate(server.order) if asked is short]
     assert all(later - earlier == 2 for earlier, later in itertools.pairwise(places))
     long.sender.cancelled = True
@@ -221,7 +231,8 @@ def test_one_that_is_cancelled_does_not_disturb_the_others(serve: Serve) -> None
 def test_one_that_waits_can_be_cancelled(serve: Serve) -> None:
     """Nothing is computed for it, and its client does not wait for the answer before it."""
     server = serve(endless(), sequences=1)
-    (long,) = server.ask({"prompt": HI})
+    released = threading.Event()
+    (long,) = server.ask({"prompt": HI}, on_send=lambda asked: released.wait(SLOWLY_S))
     late = Asked(server, {"prompt": SUM}, lambda asked: None)
     caller = threading.Thread(target=server.model.execute, args=([late.request],))
     caller.start()
@@ -232,6 +243,7 @@ def test_one_that_waits_can_be_cancelled(serve: Serve) -> None:
     assert late.error == (triton_stub.TritonError.CANCELLED, "cancelled")
     assert late.ids == []
     assert not long.sender.ended.is_set()
+    released.set()
     long.sender.cancelled = True
     long.wait()
 
@@ -331,13 +343,15 @@ def test_logits_that_are_no_numbers_are_an_internal_error(
 def test_no_memory_for_another_cache_harms_nobody(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The place of a request that got no cache is free again."""
     server = serve(endless(), sequences=2)
-    (long,) = server.ask({"prompt": HI})
+    released = threading.Event()
+    (long,) = server.ask({"prompt": HI}, on_send=lambda asked: released.wait(SLOWLY_S))
     with monkeypatch.context() as patch:
         patch.setattr(server.module, "Chat", failing)
         for _ in range(3):
             assert server.ask({"prompt": SUM})[0].error == OUT_OF_ORDER
     beside = server.ask({"prompt": SUM, "max_new_tokens": 5})[0].wait()
     assert not long.sender.ended.is_set(), "the long answer is too short for this test"
+    released.set()
     long.sender.cancelled = True
     long.wait()
     assert_solo(beside, endless(), said(SUM), 5)

@@ -16,6 +16,7 @@ from qwen_onnx.runners.sampling.constraint import as_constraint
 from qwen_onnx.runners.sampling.grammar import Grammars, _on_deep_stack
 from qwen_onnx.runners.text.vocabulary import Vocabulary
 from support.chats import tiny
+from support.patience import PATIENCE
 from support.refusals import refused
 from support.repl import CTRL_D, talk
 
@@ -44,7 +45,7 @@ def test_o1_ctrl_c_does_not_wait_for_the_compiler() -> None:
 
     def compile() -> None:
         _thread.interrupt_main()
-        waited.append(not ended.wait(10))
+        waited.append(not ended.wait(PATIENCE))
 
     with pytest.raises(KeyboardInterrupt):
         _on_deep_stack(compile)

@@ -48,11 +48,71 @@ def test_k9_a_schema_comes_out_of_its_wrapper(wrapped: Any) -> None:
         ({"type": "object", "propertys": {"a": {}}}, ("'propertys'", "'properties' is meant")),
         ({"properties": {"a": {"anyOf": [{"tipe": "string"}]}}}, ("'tipe'", "'type'")),
         ({"$defs": {"a": {"minimun": 3}}, "$ref": "#/$defs/a"}, ("'minimun'", "'minimum'")),
+        (
+            {"properties": {"a": {"divisibleBy": 2}}},
+            ("'divisibleBy' is a keyword of draft 3", "'multipleOf'"),
+        ),
+        ({"extends": {"type": "object"}}, ("'extends' is a keyword of draft 3", "'allOf'")),
+        ({"items": {"disallow": "string"}}, ("'disallow' is a keyword of draft 3", "'not'")),
+        ({"type": "string", "nullable": "yes"}, ("nullable 'yes': true or false wanted",)),
         ({"city": "Paris", "country": "France"}, ("'city'", "a JSON Schema wanted")),
     ],
 )
 def test_k9_a_keyword_that_no_draft_knows_is_refused(schema: Any, mentions: tuple[str, ...]) -> None:
     refused(as_constraint, json_schema=schema, mentions=("json_schema", *mentions))
+
+
+@pytest.mark.parametrize("wrapped", [{"type": "json_object"}, {"response_format": {"type": "json_object"}}])
+def test_k9_openai_s_json_object_is_any(wrapped: Any, tmp_path: Path) -> None:
+    assert text_of(wrapped) == text_of(wrapped, additional_properties=True) == {"type": "object"}
+    (tmp_path / "s.json").write_text(json.dumps(wrapped))
+    end = load(endless(), provider="cpu", threads=1).prompt_ids("}")[0]
+    asked = ("run", endless(), "--provider", "cpu", "-p", "x", "--json-schema", tmp_path / "s.json")
+    assert command(*asked, "--logit-bias", f"{end}=100").out == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("schema", "wanted"),
+    [
+        ({"type": "string", "nullable": True}, {"type": ["string", "null"]}),
+        ({"type": "string", "nullable": False}, {"type": "string"}),
+        ({"type": ["string", "null"], "nullable": True}, {"type": ["string", "null"]}),
+        (
+            {"enum": ["a"], "type": "string", "nullable": True},
+            {"enum": ["a", None], "type": ["string", "null"]},
+        ),
+        ({"const": 5, "nullable": True}, {"enum": [5, None]}),
+        ({"nullable": True}, {}),
+        (
+            {"$ref": "#/$defs/a", "nullable": True, "$defs": {"a": {"type": "integer", "nullable": True}}},
+            {
+                "$defs": {"a": {"type": ["integer", "null"]}},
+                "anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}],
+            },
+        ),
+        (
+            {"type": "object", "properties": {"nullable": {"items": {"type": "number", "nullable": True}}}},
+            {"type": "object", "properties": {"nullable": {"items": {"type": ["number", "null"]}}}},
+        ),
+    ],
+)
+def test_k9_nullable_is_openapi_s(schema: Any, wanted: Any) -> None:
+    """It was passed over without a word, so that null was never said."""
+    assert text_of(schema, additional_properties=True) == wanted
+
+
+@pytest.mark.parametrize(
+    "kind", [{"type": "string"}, {"$ref": "#/$defs/a"}, {"const": "x"}, {"enum": ["x", "y"]}]
+)
+def test_k9_null_is_said_where_it_may_be(kind: dict[str, Any]) -> None:
+    chat = load(endless(), provider="cpu", threads=1)
+    assert chat.tokenizer is not None
+    schema = {
+        "type": "object", "properties": {"a": {**kind, "nullable": True}}, "required": ["a"],
+        "$defs": {"a": {"type": "string"}},
+    }  # fmt: skip
+    n = chat.tokenizer.encode("n", add_special_tokens=False)[0]
+    assert json.loads(chat("x", json_schema=schema, logit_bias={n: 100.0})) == {"a": None}
 
 
 def test_k9_names_and_values_are_no_keywords() -> None:

@@ -15,6 +15,7 @@ from qwen_onnx.runners.text.loading import pipeline
 from qwen_onnx.runners.text.loading.pipeline import KNOWN_SPLITS, verify_pipeline
 from qwen_onnx.runners.text.tokenizer import Tokenizer
 from support.chats import tiny
+from support.patience import PATIENCE
 from support.text_fixtures import tokenizer_json
 
 DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
@@ -118,7 +119,7 @@ def test_o5_a_split_of_unknown_time_is_left_behind(how: str, said: str, tmp_path
         [sys.executable, "-c", SLOW, str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert (ran.returncode, said in ran.stdout) == (0, True), ran.stdout + ran.stderr

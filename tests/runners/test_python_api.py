@@ -19,6 +19,7 @@ from qwen_onnx.options import declared
 from qwen_onnx.runners.model.logits_model import LogitsModel
 from qwen_onnx.runners.sampling.request import Request
 from support.chats import endless, tiny
+from support.patience import PATIENCE
 from support.refusals import refused
 
 QUESTION = "What is the capital of France?"
@@ -163,14 +164,14 @@ def test_m6_a_cancelled_answer_ends_and_the_next_one_is_right(monkeypatch: pytes
         steps.append(threading.get_ident())
         if len(steps) == 3:
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(PATIENCE)
         return decode(self, *args)
 
     monkeypatch.setattr(LogitsModel, "decode", slow)
 
     async def main() -> None:
         task = asyncio.create_task(collect(chat, HI, 100))
-        await asyncio.to_thread(begun.wait, 60)
+        await asyncio.to_thread(begun.wait, PATIENCE)
         task.cancel()
         await asyncio.sleep(0)
         assert not task.done()

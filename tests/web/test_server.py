@@ -22,6 +22,7 @@ from qwen_onnx.errors import UserError
 from qwen_onnx.web.server import PageServer
 from qwen_onnx.web.site import LIBRARIES, PAGE, Site, refuse_size
 from support.command import child, command
+from support.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def server(portable: Path) -> Iterator[PageServer]:
 def get(
     server: PageServer, path: str, method: str = "GET", **headers: str
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=PATIENCE)
     connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
@@ -98,7 +99,7 @@ def test_only_this_machine_s_own_names_are_answered(server: PageServer) -> None:
     for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port}.evil.example", ""):
         answer, body = get(server, "/model/export.json", Host=host)
         assert (answer.status, b"export" in body) == (421, False), host
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as raw:
         raw.sendall(b"GET / HTTP/1.0\r\n\r\n")
         assert raw.makefile("rb").readline().split()[1] == b"421"
     assert server.server_address[0] == "127.0.0.1"
@@ -190,12 +191,12 @@ def test_one_command_from_a_model_to_a_page_and_ctrl_c_ends_it(tmp_path: Path) -
         assert process.stderr is not None
         address = process.stdout.readline().decode().strip()
         assert address.startswith("http://127.0.0.1:")
-        connection = http.client.HTTPConnection(address.removeprefix("http://").strip("/"), timeout=30)
+        connection = http.client.HTTPConnection(address.removeprefix("http://").strip("/"), timeout=PATIENCE)
         connection.request("GET", "/model/export.json")
         found = json.loads(connection.getresponse().read())
         assert (found["model_id"], found["target"], found["dtype"]) == ("tiny", "portable", "f32")
         process.send_signal(signal.SIGINT)  # while the browser's connection is open
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
         assert process.stdout.read() == b""
         said = process.stderr.read().decode()
         assert "Traceback" not in said
