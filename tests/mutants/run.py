@@ -146,7 +146,9 @@ class Tests:
             contexts = {each for found in by_line.values() for each in found if each}
         of_fixtures = {each.partition("::")[0] for each in contexts if each.endswith("|setup")}
         known = {each.partition("|")[0] for each in contexts} & self._names
-        new = {name for name in self._new if name.startswith(_folder(mutation.path))}
+        # Of a file that is only executed as a copy elsewhere, or in processes of its own, nothing is on the map.
+        unmapped = self._new if contexts else self._names
+        new = {name for name in unmapped if name.startswith(_folder(mutation.path))}
         own = self._ordered(mutation.path, known | new)
         of_files = {name for file in of_fixtures for name in self._of_file[file]}
         return [*own, *self._ordered(mutation.path, of_files.difference(own))]
