@@ -176,6 +176,17 @@ def test_graphs_are_plain_and_small(name: str, dtype: str, exported: Export) -> 
         verify(proto)
         names = [node.name for node in graph.node]
         assert len(set(names)) == len(names)
+        # Neither where in our code a node was made, nor what of it was in the memory of this machine.
+        for part in (
+            proto,
+            graph,
+            *graph.node,
+            *graph.value_info,
+            *graph.input,
+            *graph.output,
+            *graph.initializer,
+        ):
+            assert (part.doc_string, list(part.metadata_props)) == ("", [])
         stored = {tensor.name: tensor for tensor in graph.initializer}
         types = {tensor.name: tensor.data_type for tensor in graph.initializer}
         for value in (*graph.value_info, *graph.input, *graph.output):

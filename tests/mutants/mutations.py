@@ -35,8 +35,11 @@ class Mutation(NamedTuple):
 
     def key(self, text: str) -> str:
         """Names it as long as its line stays what it is, wherever that line moves to."""
-        line = text.splitlines()[self.line - 1].strip()
-        return f"{self.path}: {line} | {self.old} -> {self.new}"
+        begin = text.rfind("\n", 0, self.start) + 1
+        line = text[begin:].partition("\n")[0].strip()
+        before = text[begin : self.start].count(self.old)
+        which = f" (no. {before + 1})" if before else ""
+        return f"{self.path}: {line} | {self.old} -> {self.new}{which}"
 
 
 def mutations(root: Path, path: str) -> list[Mutation]:

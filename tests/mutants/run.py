@@ -1,10 +1,10 @@
 """Whether the tests notice: small faults are planted in a copy of the code, one at a time, and the tests run.
 
-python tests/mutants/run.py [--count 120] [--seed 0] [--only graphs] [--planted] [--full]
+python tests/mutants/run.py [--count 120] [--seed 0] [--only graphs] [--most 600] [--planted] [--full]
 
 First the tests run once, under coverage, so that each fault meets the tests that execute its line, the most specific
-first. What no test notices is printed, and is a failure unless explained.json says why it changes nothing. Digests of
-graphs are left out: they say that a graph changed, not that it is wrong.
+first, until one fails. What no test notices is printed, and is a failure unless explained.json says why it changes
+nothing. Digests of graphs are left out: they say that a graph changed, not that it is wrong.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from coverage import CoverageData
 from mutations import Mutation, mutations
@@ -37,8 +39,10 @@ ROOMS = {
 }  # fmt: skip
 """Where the faults are planted, as shares: a file belongs to the longest of these paths."""
 LEFT_OUT = ["--deselect", "tests/graphs/test_golden_graphs.py"]
-CPU_SECONDS = 900
-"""Of one process: a fault that never ends counts as noticed."""
+LONGEST_TEST_S = 300
+"""A fault that never ends counts as noticed."""
+CPU_SECONDS = 3600
+"""Of one process, and of what it leaves behind."""
 
 
 def listed() -> list[str]:
@@ -54,8 +58,8 @@ def sources() -> list[str]:
     return [path for path in listed() if path.startswith(rooms) and path.endswith(".py")]
 
 
-def chosen(count: int, seed: int, only: str) -> list[Mutation]:
-    """So many mutations, the same for the same seed, by the shares of ROOMS."""
+def chosen(count: int, seed: int, only: tuple[str, ...]) -> list[Mutation]:
+    """Of so many mutations, the same for the same seed, by the shares of ROOMS, those of these paths."""
     draw = random.Random(seed)
     by_room = collections.defaultdict(list)
     for path in sources():
@@ -63,9 +67,8 @@ def chosen(count: int, seed: int, only: str) -> list[Mutation]:
         by_room[room] += mutations(ROOT, path)
     found = []
     for room, share in ROOMS.items():
-        if room.startswith(only):
-            found += draw.sample(by_room[room], min(len(by_room[room]), round(count * share)))
-    return found
+        found += draw.sample(by_room[room], min(len(by_room[room]), round(count * share)))
+    return [each for each in found if each.path.startswith(only)]
 
 
 class Copy:
@@ -80,19 +83,26 @@ class Copy:
     def pytest(self, *arguments: object, limit: int = 0) -> subprocess.CompletedProcess[str]:
         """The tests over this copy, and not over what is installed."""
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        ends = ["-o", f"faulthandler_timeout={LONGEST_TEST_S}", "-o", "faulthandler_exit_on_timeout=true"]
         return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, arguments)],
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ends,
+             *map(str, arguments)],
             cwd=self.folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
             preexec_fn=lambda: limit and resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
         )  # fmt: skip
 
 
+def tests_of(copy: Copy) -> list[str]:
+    """Names of all tests."""
+    done = copy.pytest("--collect-only", *LEFT_OUT)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
 def covering(copy: Copy) -> CoverageData:
-    """Which tests execute which lines; kept for the next time, as long as no line of Python changes."""
+    """Which tests execute which lines; kept for the next time, as long as no line of the package changes."""
     digest = hashlib.sha256()
-    for name in listed():
-        if name.endswith(".py") and not name.startswith("tests/mutants/"):
-            digest.update((ROOT / name).read_bytes())
+    for name in sources():
+        digest.update((ROOT / name).read_bytes())
     kept = ROOT / ".venv" / f"mutants-{digest.hexdigest()[:16]}.coverage"
     if not kept.exists():
         done = copy.pytest("-n", "auto", "--cov=.", "--cov-context=test", "--cov-report=", *LEFT_OUT)
@@ -107,7 +117,11 @@ def covering(copy: Copy) -> CoverageData:
 class Tests:
     """The tests of a line, from the map."""
 
-    def __init__(self, data: CoverageData) -> None:
+    def __init__(self, data: CoverageData, names: list[str]) -> None:
+        """`names`: of all tests that there are; pytest would take another for an error, which looks like noticing."""
+        self._names, self._of_file = set(names), collections.defaultdict(list)
+        for name in names:
+            self._of_file[name.partition("::")[0]].append(name)
         self._lines: dict[str, dict[int, list[str]]] = {}
         paths = sources()
         self._weights: collections.Counter[str] = collections.Counter()
@@ -117,32 +131,71 @@ class Tests:
             if short is not None:
                 self._lines[short] = by_line
             for contexts in by_line.values():
-                self._weights.update(contexts)
+                self._weights.update(each.partition("|")[0] for each in contexts)
+        self._new = self._names.difference(self._weights)  # since the map was drawn
 
     def of(self, mutation: Mutation, text: str) -> list[str]:
-        """Those that execute fewest other lines come first; after a shared fixture all tests of its file."""
+        """Those of the folder named like the code's come first, of these one of each function, and of these the one
+        that executes fewest other lines; before all, tests in that folder that the map does not know. Last come,
+        after a shared fixture, all tests of its file.
+        """
         by_line = self._lines.get(mutation.path, {})
         last = mutation.line + text[mutation.start : mutation.end].count("\n")
         contexts = {each for line in range(mutation.line, last + 1) for each in by_line.get(line, ()) if each}
         if not contexts:  # executed when the file is imported: whatever is in it may hang on it
             contexts = {each for found in by_line.values() for each in found if each}
-        ordered = sorted(contexts, key=lambda each: self._weights[each])
-        tests = [each.partition("|")[0] for each in ordered if not each.endswith("|setup")]
-        files = [each.partition("::")[0] for each in ordered if each.endswith("|setup")]
-        return [*dict.fromkeys(tests), *dict.fromkeys(files)]
+        of_fixtures = {each.partition("::")[0] for each in contexts if each.endswith("|setup")}
+        known = {each.partition("|")[0] for each in contexts} & self._names
+        # Of a file that is only executed as a copy elsewhere, or in processes of its own, nothing is on the map.
+        unmapped = self._new if contexts else self._names
+        new = {name for name in unmapped if name.startswith(_folder(mutation.path))}
+        own = self._ordered(mutation.path, known | new)
+        of_files = {name for file in of_fixtures for name in self._of_file[file]}
+        return [*own, *self._ordered(mutation.path, of_files.difference(own))]
+
+    def _ordered(self, path: str, names: set[str]) -> list[str]:
+        folder = _folder(path)
+        seen: collections.Counter[str] = collections.Counter()
+        keyed = []
+        for name in sorted(names, key=lambda each: (self._weights[each], each)):
+            function = name.partition("[")[0]
+            keyed.append((not name.startswith(folder), seen[function], len(keyed), name))
+            seen[function] += 1
+        return [name for *_, name in sorted(keyed)]
 
 
-def noticed(copy: Copy, mutation: Mutation, tests: list[str], *, full: bool) -> bool:
+def _folder(path: str) -> str:
+    """Where the tests of this file are, as a rule."""
+    return f"tests/{path.removeprefix('qwen_onnx/').partition('/')[0]}/"
+
+
+class Answer(NamedTuple):
+    """What the tests say of a fault."""
+
+    by: str
+    """The test that noticed it; empty if none did."""
+    met: int
+    """How many tests it was to meet."""
+    seconds: float
+
+
+def asked(copy: Copy, mutation: Mutation, tests: list[str], *, full: bool) -> Answer:
     """Whether a test fails with this fault."""
     path = copy.folder / mutation.path
     original = path.read_text(encoding="utf-8")
     path.write_text(mutation.apply(original), encoding="utf-8")
+    begin = time.monotonic()
+    by = ""
     try:
-        if tests and copy.pytest("-x", *tests, *LEFT_OUT, limit=CPU_SECONDS).returncode != 0:
-            return True
-        return full and copy.pytest("-x", *LEFT_OUT, limit=CPU_SECONDS).returncode != 0
+        for names in [tests] * bool(tests) + [[]] * full:
+            done = copy.pytest("-x", *names, *LEFT_OUT, limit=CPU_SECONDS)
+            if done.returncode not in (0, 5):  # 5: no tests
+                failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR "))]
+                by = failed[0].split(" - ")[0] if failed else f"exit status {done.returncode}"
+                break
     finally:
         path.write_text(original, encoding="utf-8")
+    return Answer(by, len(tests), time.monotonic() - begin)
 
 
 def planted() -> Iterable[tuple[str, Mutation]]:
@@ -161,42 +214,54 @@ def main() -> None:
     )
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="faults of this room only, as graphs or runners/sampling")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="of these paths only, as graphs runners/sampling"
+    )
+    parser.add_argument(
+        "--most", type=int, default=600, help="tests that one fault meets; 0 for all of its line"
+    )
     parser.add_argument("--planted", action="store_true", help="the known faults of planted.py only")
     parser.add_argument("--full", action="store_true", help="all tests for what the covering ones let pass")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
+    only = tuple(options.only)
     explained = json.loads(EXPLAINED.read_text(encoding="utf-8"))
-    faults = list(planted())
-    if not options.planted:
-        faults += [("", each) for each in chosen(options.count, options.seed, options.only)]
+    faults = [] if options.planted else [("", each) for each in chosen(options.count, options.seed, only)]
+    faults += [fault for fault in planted() if fault[1].path.startswith(only)]
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.Queue[Copy] = queue.Queue()
         for number in range(options.jobs):
             copies.put(Copy(Path(folder) / str(number)))
         first = copies.get()
-        tests = Tests(covering(first))
+        tests = Tests(covering(first), tests_of(first))
         copies.put(first)
 
-        def run(name: str, mutation: Mutation) -> tuple[str, str, bool]:
+        def run(name: str, mutation: Mutation) -> tuple[str, str, Answer, int]:
             text = (ROOT / mutation.path).read_text(encoding="utf-8")
+            covered = tests.of(mutation, text)
             copy = copies.get()
             try:
-                found = noticed(copy, mutation, tests.of(mutation, text), full=options.full)
+                answer = asked(copy, mutation, covered[: options.most or None], full=options.full)
             finally:
                 copies.put(copy)
-            return name, mutation.key(text), found
+            return name, mutation.key(text), answer, len(covered)
 
-        survivors, known = [], 0
+        counts: collections.Counter[str] = collections.Counter()
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             for done in concurrent.futures.as_completed([pool.submit(run, *fault) for fault in faults]):
-                name, key, found = done.result()
-                label = "noticed" if found else "explained" if key in explained else "SURVIVED"
-                print(f"{label:9} {name}{': ' if name else ''}{key}", flush=True)
-                known += label == "explained"
-                survivors += [key] if label == "SURVIVED" else []
-    print(f"{len(faults)} faults, {known} explained, {len(survivors)} survivors")
-    sys.exit(bool(survivors))
+                name, key, answer, covered = done.result()
+                label = "noticed" if answer.by else "explained" if key in explained else "SURVIVED"
+                counts[label] += 1
+                said = answer.by or f"{answer.met} of {covered} tests that execute it"
+                print(
+                    f"{label:9} {name}{': ' if name else ''}{key}\n          {said}, {answer.seconds:.0f} s",
+                    flush=True,
+                )
+    print(
+        f"{len(faults)} faults, {counts['noticed']} noticed, {counts['explained']} explained,"
+        f" {counts['SURVIVED']} survivors"
+    )
+    sys.exit(bool(counts["SURVIVED"]))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from onnx import TensorProto
 from qwen_onnx.contract.cache_spec import StateSpec
 from qwen_onnx.runners.model import buffers, kv_cache
 from qwen_onnx.runners.model.buffers import CacheMemory
-from qwen_onnx.runners.model.kv_cache import KVCache
+from qwen_onnx.runners.model.kv_cache import GrowingCache, KVCache
 from qwen_onnx.runners.model.runner import Runner
 from support.caches import attention_spec
 from support.exports import IDS, ON_CPU, DirectCache, Exported, LeftPadded, decode_all
@@ -68,6 +68,35 @@ def test_capacities_are_buckets_up_to_the_limit(exported: Export) -> None:
     assert found == [(100, 256), (200, 256), (300, 320), (400, 448), (500, 512), (600, 600)]
     assert cache.nbytes == 3 * 2 * 2 * 600 * 16 * 4
     assert [buffer.shape() for buffer in cache.buffers] == [[1, 2, 600, 16]] * 6
+
+
+@pytest.mark.parametrize("kind", [KVCache, GrowingCache])
+@pytest.mark.parametrize(
+    ("tight", "sizes"),
+    [(False, [4, 8, 16, 32, 64, 70]), (True, [4, 8, 12, 16, 20, 24, 28, 32, 36, 44, 52, 60, 68, 70])],
+)
+def test_a_cache_has_the_smallest_size_that_holds_it(
+    kind: type[KVCache], tight: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last slot, whether tokens are appended or read from a file; what fits is not moved."""
+    monkeypatch.setattr(buffers, "SMALLEST_CAPACITY", 4)
+    monkeypatch.setattr(kv_cache, "BLOCK", 4)
+    monkeypatch.setattr(CacheMemory, "_copy", lambda *_: None)
+    memory = CacheMemory(attention_spec(1), "cpu", {}, tight=tight, starts_empty=kind is GrowingCache)
+    for length in range(1, 71):
+        wanted = next(size for size in sizes if size >= length)
+        appended, filled = (kind(memory, batch_size=1, limit=70) for _ in range(2))
+        ids = np.arange(length, dtype=np.int64)[None]
+        appended.append(ids, None)
+        filled.fill(ids[0], (np.full((2, length, 4), 7, np.float32) for _ in memory.spec.states))
+        for cache in (appended, filled):
+            assert (cache.length, cache.capacity) == (length, wanted)
+            assert cache.full_mask.tolist() == [[1] * wanted]
+            assert cache.token_ids.tolist() == ids[0].tolist()
+        held = list(appended.buffers)
+        appended.append(np.zeros((1, wanted - length), np.int64), None)
+        assert appended.capacity == wanted
+        assert all(now is before for now, before in zip(appended.buffers, held, strict=True))
 
 
 def test_addresses_are_constant_between_growths(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

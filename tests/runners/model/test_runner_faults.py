@@ -122,11 +122,12 @@ def _traced(function: Callable[[], Any], step: Callable[[], Any]) -> None:
             step()
         return trace
 
+    before = sys.gettrace()  # of a measurement of coverage
     sys.settrace(trace)
     try:
         function()
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
 
 
 def test_a_cancelled_prompt_leaves_a_usable_cache(prompts: tuple[list[int], list[int]]) -> None:
