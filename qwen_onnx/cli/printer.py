@@ -6,7 +6,16 @@ import sys
 
 from qwen_onnx.cli.completion import Completion, token_text
 from qwen_onnx.cli.terminal.markdown import Emphasis
-from qwen_onnx.cli.terminal.output import answer, end_answer, has_colors, tell, think
+from qwen_onnx.cli.terminal.output import (
+    answer,
+    end_answer,
+    end_thought,
+    has_colors,
+    pause_answer,
+    tell,
+    think,
+    word_wrap,
+)
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Token
@@ -17,11 +26,20 @@ class Printer:
     """Answers go to stdout; reasoning, dimmed where that can be, and all else to stderr."""
 
     def __init__(
-        self, chat: Chat, *, show_thinking: bool = True, color: bool = True, markdown: bool = False
+        self,
+        chat: Chat,
+        *,
+        show_thinking: bool = True,
+        color: bool = True,
+        markdown: bool = False,
+        wrap: bool = True,
     ) -> None:
+        """Nothing is printed yet. On a terminal, `wrap` begins a new line with a word that would be cut."""
         self._chat, self._show_thinking = chat, show_thinking
         self._dim = color and has_colors()
         self._emphasis = Emphasis() if markdown and self._dim and sys.stdout.isatty() else None
+        self._wrap = word_wrap(of_answer=True) if wrap else None
+        self._wrap_thought = word_wrap(of_answer=False) if wrap else None
         self._thinking = self._in_line = False
 
     def print_token(self, token: Token | None, said: Said) -> None:
@@ -30,7 +48,7 @@ class Printer:
             self._details(token)
         if said.reasoning and self._show_thinking:
             self._thinking = True
-            think(said.reasoning, dim=self._dim)
+            think(said.reasoning, dim=self._dim, wrap=self._wrap_thought)
         text = said.answer
         if self._chat.tokenizer is None and token is not None:
             text = f"{token.token_id} "
@@ -38,23 +56,31 @@ class Printer:
             self._end_of_thought()
         if text:
             self._in_line = not text.endswith("\n")
-            answer(text, end="", emphasis=self._emphasis)
+            answer(text, end="", emphasis=self._emphasis, wrap=self._wrap)
 
     def end(self) -> None:
         """End the line of an answer."""
         if self._thinking:
             self._end_of_thought()
-        end_answer(self._emphasis)
+        end_answer(self._emphasis, self._wrap)
         self._in_line = False
+
+    def break_off(self) -> None:
+        """End the line of an answer that an error ends, where it has begun."""
+        if self._thinking or self._in_line:
+            self.end()
 
     def _end_of_thought(self) -> None:
         self._thinking = False
-        tell("", "")
+        end_thought(self._wrap_thought, dim=self._dim, lines=2)
 
     def _details(self, token: Token) -> None:
         if not token.top_logits and token.logprob is None:
             return
-        if self._in_line and sys.stdout.isatty() and sys.stderr.isatty():  # both are the same terminal
+        if self._thinking:
+            end_thought(self._wrap_thought, dim=self._dim)
+        elif self._in_line and sys.stdout.isatty() and sys.stderr.isatty():  # both are the same terminal
+            pause_answer(self._wrap)
             tell("")
         if token.top_logits:
             tell("  ".join(self._labelled(*best) for best in token.top_logits))

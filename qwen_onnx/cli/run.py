@@ -72,7 +72,11 @@ def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session:
             chat, batch, bounded(chat, asked), raw=options.raw, system=options.system, stats=options.stats
         )
     printer = Printer(
-        chat, show_thinking=options.show_thinking, color=options.color, markdown=options.markdown
+        chat,
+        show_thinking=options.show_thinking,
+        color=options.color,
+        markdown=options.markdown,
+        wrap=options.wrap,
     )
     return (
         _chat(chat, options, asked, printer) if chatting else _complete(chat, options, asked, printer, prompt)
@@ -108,12 +112,16 @@ def _verified(
 def _complete(
     chat: Chat, options: RunOptions, asked: Given, printer: Printer, prompt: PromptIds | None
 ) -> int:
-    result = complete(
-        chat,
-        prompt or [],
-        bounded(chat, asked),
-        on_token=lambda token, said: None if options.json else printer.print_token(token, said),
-    )
+    try:
+        result = complete(
+            chat,
+            prompt or [],
+            bounded(chat, asked),
+            on_token=lambda token, said: None if options.json else printer.print_token(token, said),
+        )
+    except UserError:
+        printer.break_off()
+        raise
     if options.json:
         answer(as_json_line(result.as_json(chat, prompt_ids=options.show_prompt_ids)))
     else:
@@ -138,6 +146,7 @@ def _chat(chat: Chat, options: RunOptions, asked: Given, printer: Printer) -> in
         shift=options.context_full == "shift",
         print_token=printer.print_token,
         end=printer.end,
+        break_off=printer.break_off,
         report=lambda result: print_stats(chat, result) if options.stats else None,
     )
     if not can_edit():

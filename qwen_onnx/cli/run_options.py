@@ -52,6 +52,9 @@ class RunOptions(Options):
         True, Switch(), "Emphasis in answers on a terminal.", _OUTPUT,
         flag="--markdown/--no-markdown", hidden=True,
     )  # fmt: skip
+    wrap: bool = declare(
+        True, Switch(), "Words that a terminal does not cut.", _OUTPUT, flag="--wrap/--no-wrap", hidden=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

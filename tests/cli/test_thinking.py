@@ -226,7 +226,7 @@ def test_reasoning_is_dimmed_where_that_can_be(
         printer.print_token(None, said)
     printer.end()
     text = "".join(log)
-    assert ("\x1b[2mTwo\x1b[0m" in text) == dimmed
+    assert ("\x1b[2mTwo and \x1b[0m" in text) == dimmed
     assert text.replace("\x1b[2m", "").replace("\x1b[0m", "") == "Two and two.\n\nFour.\n"
 
 

@@ -70,7 +70,11 @@ def talk(
             raise line
         return line
 
-    own = {name: settings.pop(name) for name in ("system", "raw", "report", "shift") if name in settings}
+    own = {
+        name: settings.pop(name)
+        for name in ("system", "raw", "report", "shift", "break_off")
+        if name in settings
+    }
     asked = {"max_new_tokens": 50, **settings}
     say = on_token or (lambda token: print(token.text, end=""))
     repl = Repl(chat, asked, print_token=lambda token, _: None if token is None else say(token), **own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +22,12 @@ class Terminal:
     """Our end of a pseudo-terminal."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._unread = descriptor, b""
+        self.descriptor, self._unread = descriptor, b""
         self.seen = b""
         """All that has come."""
 
     def type(self, keys: bytes) -> None:
-        os.write(self._descriptor, keys)
+        os.write(self.descriptor, keys)
 
     def wait_for(self, text: bytes) -> None:
         """Read up to and with `text`; what comes after it is left for the next call."""
@@ -43,6 +44,12 @@ class Terminal:
             self._unread += self._read(PATIENCE)
         self._unread = b""
 
+    def read_rest(self) -> None:
+        """All that comes until the program has left, and nobody else has its end."""
+        with contextlib.suppress(OSError):  # Linux's word for that
+            while data := os.read(self.descriptor, 4096):
+                self.seen += data
+
     def has_come(self, text: bytes) -> bool:
         return text in self._unread
 
@@ -53,14 +60,14 @@ class Terminal:
             assert time.monotonic() < deadline, f"Ctrl-C did nothing; {self._unread[-2000:]!r} came"
             with contextlib.suppress(OSError):  # it has left meanwhile
                 self.type(b"\x03")
-                while not ready() and select.select([self._descriptor], [], [], 5)[0]:
-                    self._unread += os.read(self._descriptor, 4096)
+                while not ready() and select.select([self.descriptor], [], [], 5)[0]:
+                    self._unread += os.read(self.descriptor, 4096)
 
     def _read(self, seconds: float) -> bytes:
-        ready, _, _ = select.select([self._descriptor], [], [], seconds)
+        ready, _, _ = select.select([self.descriptor], [], [], seconds)
         assert ready, f"nothing came for {seconds:.0f} s; {self._unread[-1500:]!r}"
         try:
-            data = os.read(self._descriptor, 4096)
+            data = os.read(self.descriptor, 4096)
         except OSError:  # Linux's word for the other end closing
             data = b""
         self.seen += data
@@ -72,12 +79,26 @@ READY = b"\x1b[?2004h"  # what a prompt begins with: pasted lines are asked to c
 ENDED = b"\x1b[?2004l"
 
 
+def open_terminal(columns: int = 0, rows: int = 24) -> tuple[int, int]:
+    """Our end and theirs; 0 columns: it does not say how many it has."""
+    ours, theirs = os.openpty()
+    resize(ours, columns, rows)
+    return ours, theirs
+
+
+def resize(descriptor: int, columns: int, rows: int = 24) -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
 @contextlib.contextmanager
 def session(
-    *arguments: object, history: Path, **environment: str
+    *arguments: object, history: Path, columns: int = 0, **environment: str
 ) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """`run` on a terminal that can move its cursor, at its first prompt."""
-    ours, theirs = os.openpty()
+    ours, theirs = open_terminal(columns)
     settings = {
         "stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True,
         # This terminal does not say where its cursor is.

@@ -31,6 +31,7 @@ class Repl:
         shift: bool = True,
         print_token: Callable[[Token | None, Said], None],
         end: Callable[[], None] = lambda: answer(""),
+        break_off: Callable[[], None] = lambda: None,
         report: Callable[[Completion], None] = lambda completion: None,
     ) -> None:
         """Nothing is read yet.
@@ -40,9 +41,10 @@ class Repl:
             shift: where the context is full, the oldest turns are dropped; else the turn is refused.
             asked: values of Request by field name.
             print_token: gets each token as it comes; `end` is called after the last, and `report` gets all of it.
+            break_off: is called where an error ends an answer.
         """
         self._chat, self._asked, self._raw, self._shift = chat, dict(asked), raw, shift
-        self._print_token, self._end, self._report = print_token, end, report
+        self._print_token, self._end, self._break_off, self._report = print_token, end, break_off, report
         self._last: Completion | None = None
         self._conversation = Conversation(system)
         self._before = ""
@@ -95,7 +97,6 @@ class Repl:
                 self._reset()
             case "/show":
                 shown.show_messages(self._conversation.messages)
-                _tell_unless(bool(self._conversation.messages), "nothing was said yet")
             case "/read":
                 self._read(file_argument(command, rest))
             case "/tokens":
@@ -211,7 +212,11 @@ class Repl:
 
     def _complete(self, prompt: str | list[Message]) -> Completion:
         asked = bounded(self._chat, self._asked)
-        result = complete(self._chat, prompt, asked, on_token=self._print_token)
+        try:
+            result = complete(self._chat, prompt, asked, on_token=self._print_token)
+        except (UserError, KeyboardInterrupt):  # Ctrl-C once more, while the first one ends it
+            self._break_off()
+            raise
         self._end()
         self._last = result
         if result.finish_reason not in ("eos", "stop"):
@@ -243,8 +248,3 @@ class Repl:
         tell(f"loaded {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
         if turns := self._conversation.turns:
             shown.show_messages(messages[turns[-1] :])
-
-
-def _tell_unless(done: bool, text: str) -> None:
-    if not done:
-        tell(text)

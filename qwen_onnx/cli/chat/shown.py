@@ -20,6 +20,8 @@ def show_messages(messages: Sequence[Message]) -> None:
     for message in messages:
         tell(f"[{message['role']}]")
         quote(str(message["content"]))
+    if not messages:
+        tell("nothing was said yet")
 
 
 def show_tokens(chat: Chat, text: str) -> None:
