@@ -514,6 +514,22 @@ def test_refuses_two_rope_dictionaries_that_disagree() -> None:
     assert "disagree" in refusal(raw)
 
 
+@pytest.mark.parametrize("base", [None, 10_000.0, 1_000_000.0])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_base_that_two_dictionaries_say_is_one(base: float | None, inside: bool) -> None:
+    """Whichever it is; 10,000 where nothing says more."""
+    plain = {key: value for key, value in QWEN2_YARN.items() if key != "rope_theta"}
+    said = {} if base is None else {"rope_theta": base}
+    plain |= {"rope_scaling": {**plain["rope_scaling"], **said}} if inside else said
+    for other in (10_000.0, 1_000_000.0):
+        raw = {**plain, "rope_parameters": {"rope_type": "default", "rope_theta": other}}
+        if other == (base or 10_000.0):
+            assert parse_config(raw) == parse_config(plain)
+            assert parse_config(raw).rope_theta == other
+        else:
+            assert f"rope_theta {other!r}, which nobody reads" in refusal(raw)
+
+
 def test_refuses_two_rope_types_that_disagree() -> None:
     """transformers silently takes rope_type."""
     message = refusal(with_yarn(rope_type="default"))

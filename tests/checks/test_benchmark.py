@@ -8,9 +8,10 @@ import math
 import numpy as np
 import pytest
 
+from qwen_onnx import load
 from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.checks import benchmark, machine
-from qwen_onnx.checks.benchmark import step_bytes
+from qwen_onnx.checks.benchmark import _timed, step_bytes
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
 from support.chats import tiny
@@ -94,3 +95,13 @@ def test_repacked_weights_give_the_same_logits() -> None:
 
 def test_bandwidth_is_a_number() -> None:
     assert 0 < machine.read_bandwidth(2) < math.inf
+
+
+def test_speeds_are_of_the_steps_between_first_and_last_token() -> None:
+    """Of each repeat; the round that warms up is none."""
+    chat = load(tiny("f32"), provider="cpu", threads=1)
+    ttfts, speeds, steps, outside = _timed(chat, prompt_tokens=9, new_tokens=5, repeats=3)
+    assert [len(each) for each in (ttfts, speeds, steps, outside)] == [3, 3, 12, 12]
+    walls = np.reshape(steps, (3, 4)).sum(axis=1)
+    np.testing.assert_allclose(speeds, 4e3 / walls, rtol=1e-6)
+    assert all(0 < out < step for out, step in zip(outside, steps, strict=True))

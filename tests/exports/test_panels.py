@@ -87,7 +87,9 @@ def test_every_number_stands_where_it_should(
         monkeypatch.setattr(weights, "PIECE", piece)
         made = in_panels(stored(tmp_path / "w", values, dtype), rows)
         assert (made.name, made.dtype, made.shape) == ("w", "F32", wanted.shape)
-        assert b"".join(made.pieces()) == wanted.tobytes()
+        pieces = [memoryview(each) for each in made.pieces()]
+        assert b"".join(pieces) == wanted.tobytes()
+        assert max(each.nbytes for each in pieces) <= max(piece, 4 * rows * shape[1])
 
 
 def test_weights_lie_once_and_packed_matrices_side_by_side(in_this_order: Path) -> None:

@@ -79,6 +79,16 @@ class TestPublishing:
         publish(out, force=True)
         assert tree(tmp_path) == under(name, NEW)
 
+    @pytest.mark.parametrize("length", range(215, 226))
+    def test_a_long_name_is_in_the_temporary_one_as_long_as_both_fit(
+        self, length: int, tmp_path: Path
+    ) -> None:
+        out = tmp_path / ("x" * (length - 2) + "é")  # of two bytes
+        folder = temporary_name(out, "new")
+        assert (out.name in folder.name) is (length <= 220)
+        folder.mkdir()
+        assert [found.path for found in temporary_folders.find_temporaries(tmp_path, out)] == [folder]
+
     def test_a_name_too_long_is_one_line(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="File name too long"):
             publish(tmp_path / ("x" * 256))
@@ -338,11 +348,14 @@ class TestTwoAtOnce:
             dead = tmp_path / f".out.new-{pid}-00000000"
             write(dead, NEW)
             assert recover(tmp_path / "out") == [f"removed {dead.name}, left by an export that was killed"]
-        write(tmp_path / f".out.new-{os.getppid()}-00000000", NEW)
+        running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        write(tmp_path / f".out.new-{running.pid}-00000000", NEW)
         with pytest.raises(UserError, match="another export to it is running"):
             publish(tmp_path / "out")
         publish(tmp_path / "other")
         assert (tmp_path / "other").is_dir()
+        running.communicate(b"\n")
+        assert running.returncode == 0  # it was not disturbed
 
 
 class TestDiscarding:

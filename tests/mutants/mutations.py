@@ -39,13 +39,21 @@ class Mutation(NamedTuple):
         line = text[begin:].partition("\n")[0].strip()
         before = text[begin : self.start].count(self.old)
         which = f" (no. {before + 1})" if before else ""
-        return f"{self.path}: {line} | {self.old} -> {self.new}{which}"
+        return f"{self.path}, {_around(text, self.line)}: {line} | {self.old} -> {self.new}{which}"
 
 
 def mutations(root: Path, path: str) -> list[Mutation]:
     """All of one file."""
     text = (root / path).read_text(encoding="utf-8")
     return list(_Finder(path, text).of(ast.parse(text)))
+
+
+def _around(text: str, line: int) -> str:
+    """The name of the innermost function or class that this line is in."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    inside = [node for node in found if node.lineno <= line <= (node.end_lineno or line)]
+    return max(inside, key=lambda node: node.lineno).name if inside else "module"
 
 
 class _Finder:

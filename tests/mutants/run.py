@@ -38,7 +38,11 @@ ROOMS = {
     "qwen_onnx/exports": 0.15, "qwen_onnx/checkpoints": 0.08, "qwen_onnx": 0.07,
 }  # fmt: skip
 """Where the faults are planted, as shares: a file belongs to the longest of these paths."""
-LEFT_OUT = ["--deselect", "tests/graphs/test_golden_graphs.py"]
+WHICH = [
+    "-m", "not transformers and not slow and not huge and not runtimes and not fuzz and not soak and not docs",
+    "--deselect", "tests/graphs/test_golden_graphs.py",
+]  # fmt: skip
+"""The tests: those of `make test` and the thorough ones."""
 LONGEST_TEST_S = 300
 """A fault that never ends counts as noticed."""
 CPU_SECONDS = 3600
@@ -80,13 +84,13 @@ class Copy:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
 
-    def pytest(self, *arguments: object, limit: int = 0) -> subprocess.CompletedProcess[str]:
+    def pytest(self, *arguments: str, limit: int = 0) -> subprocess.CompletedProcess[str]:
         """The tests over this copy, and not over what is installed."""
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
         ends = ["-o", f"faulthandler_timeout={LONGEST_TEST_S}", "-o", "faulthandler_exit_on_timeout=true"]
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ends,
-             *map(str, arguments)],
+             *arguments],
             cwd=self.folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
             preexec_fn=lambda: limit and resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
         )  # fmt: skip
@@ -94,7 +98,7 @@ class Copy:
 
 def tests_of(copy: Copy) -> list[str]:
     """Names of all tests."""
-    done = copy.pytest("--collect-only", *LEFT_OUT)
+    done = copy.pytest("--collect-only", *WHICH)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
@@ -105,7 +109,7 @@ def covering(copy: Copy) -> CoverageData:
         digest.update((ROOT / name).read_bytes())
     kept = ROOT / ".venv" / f"mutants-{digest.hexdigest()[:16]}.coverage"
     if not kept.exists():
-        done = copy.pytest("-n", "auto", "--cov=.", "--cov-context=test", "--cov-report=", *LEFT_OUT)
+        done = copy.pytest("-n", "auto", "--cov=.", "--cov-context=test", "--cov-report=", *WHICH)
         if done.returncode:
             sys.exit(f"the tests fail without a fault:\n{done.stdout[-3000:]}")
         shutil.copy(copy.folder / ".coverage", kept)
@@ -188,7 +192,7 @@ def asked(copy: Copy, mutation: Mutation, tests: list[str], *, full: bool) -> An
     by = ""
     try:
         for names in [tests] * bool(tests) + [[]] * full:
-            done = copy.pytest("-x", *names, *LEFT_OUT, limit=CPU_SECONDS)
+            done = copy.pytest("-x", *WHICH, *names, limit=CPU_SECONDS)
             if done.returncode not in (0, 5):  # 5: no tests
                 failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR "))]
                 by = failed[0].split(" - ")[0] if failed else f"exit status {done.returncode}"

@@ -14,6 +14,7 @@ import pytest
 from onnx import TensorProto
 
 from qwen_onnx.contract.cache_spec import StateSpec
+from qwen_onnx.errors import OutOfMemoryError
 from qwen_onnx.runners.model import buffers, kv_cache
 from qwen_onnx.runners.model.buffers import CacheMemory
 from qwen_onnx.runners.model.kv_cache import GrowingCache, KVCache
@@ -219,12 +220,13 @@ def test_full_mask_hides_padding_only_and_stays_the_same_array(monkeypatch: pyte
 def test_a_renewed_cache_holds_zeros() -> None:
     """In slots too that the next answer does not write: steps may attend over all slots."""
     cache = KVCache(MEMORY, batch_size=1, limit=16)
-    append(cache, [[1, 1, 1]])
+    append(cache, [[0, 1, 1]])
+    assert cache.padded
     cache.binding = "bound to the old buffers"
     for buffer in cache.buffers:
         buffer.update_inplace(np.full(buffer.shape(), np.nan, np.float32))
     cache.renew()
-    assert (cache.length, cache.binding) == (0, None)
+    assert (cache.length, cache.binding, cache.padded) == (0, None, False)
     assert len(cache.buffers) == 2
     assert all((buffer.numpy() == 0).all() for buffer in cache.buffers)
     append(cache, [[1]])
@@ -250,6 +252,30 @@ def test_buffers_of_a_cache_that_is_gone_serve_the_next_one_of_its_batch() -> No
     assert (again.length, again.counts(0).tolist(), again.shared_prefix([5, 5])) == (0, [0, 0], 0)
     assert again.full_mask.tolist() == [[1] * 64] * 2
     assert memory.idle == []
+
+
+def test_idle_buffers_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another batch, they would lie there for ever."""
+    memory = CacheMemory(attention_spec(1), "cpu", {}, keep=True)
+    gone = [KVCache(memory, batch_size=2, limit=64) for _ in range(2)]
+    gone.clear()
+    gc.collect()
+    assert memory.idle is not None
+    assert len(memory.idle) == 2
+    real, full = onnxruntime.OrtValue.ortvalue_from_numpy, False
+
+    def allocate(*arguments: Any) -> Any:
+        if memory.idle or full:
+            raise RuntimeError("Failed to allocate memory\nat line 7")
+        return real(*arguments)
+
+    monkeypatch.setattr(onnxruntime.OrtValue, "ortvalue_from_numpy", allocate)
+    cache = KVCache(memory, batch_size=1, limit=64)
+    assert [buffer.shape() for buffer in cache.buffers] == [[1, 2, 64, 4]] * 2
+    assert memory.idle == []
+    full = True
+    with pytest.raises(OutOfMemoryError, match="64 tokens x 1 does not fit"):
+        KVCache(memory, batch_size=1, limit=64)
 
 
 def test_500_steps_take_no_memory(exported: Export) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,3 +182,18 @@ def test_tensorrt_as_pip_installs_it(tmp_path: Path) -> None:
     file.touch()
     library = SimpleNamespace(getInferLibVersion=lambda: 8601)
     assert tensorrt({str(file): library}, tmp_path) == Library(file.name, str(file), "8.6.1", None)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_libraries_are_sought_beside_onnxruntime(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it was installed, as by `pip install --target`; without one, where packages go."""
+    found = SimpleNamespace(origin=str(tmp_path / "onnxruntime" / "__init__.py"))
+    monkeypatch.setattr(
+        libraries.importlib.util,
+        "find_spec",
+        lambda name: found if installed and name == "onnxruntime" else None,
+    )
+    usual = Path(sysconfig.get_path("purelib"))
+    assert libraries._site_packages() == (tmp_path if installed else usual)

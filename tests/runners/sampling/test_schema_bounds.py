@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from qwen_onnx import UserError
+from qwen_onnx.runners.sampling.constraint import Constraint
 from qwen_onnx.runners.sampling.schema_bounds import verify_schema
 
 Schema = dict[str, Any]
@@ -66,3 +67,10 @@ def test_bounds_are_of_what_they_name() -> None:
     verify_schema({"prefixItems": [{"multipleOf": 10_000}], "maximum": 10**30})
     verify_schema({"enum": ["a" * 5000]})
     verify_schema({})
+
+
+@pytest.mark.parametrize(("kind", "most"), [("regex", 4096), ("json_schema", 131_072)])
+def test_a_constraint_is_as_long_as_is_taken(kind: Any, most: int) -> None:
+    assert len(Constraint(kind, "a" * most).text) == most
+    with pytest.raises(UserError, match=f"{kind} of {most + 1:,} characters: at most {most:,} are taken"):
+        Constraint(kind, "a" * (most + 1))

@@ -54,3 +54,15 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     both = text + '<tool_call>{"name": "now"}</tool_call>'
     if text.endswith("</tool_call>"):
         assert parse_tool_calls(both) == (text, [ToolCall("now", {})])
+
+
+NESTED = '{"name": "f", "arguments": {"a": {"b": [{"c": [1'
+"""Six brackets are open."""
+
+
+@pytest.mark.parametrize("missing", range(8))
+def test_a_few_brackets_may_be_missing(missing: int) -> None:
+    """Of more, too much of the call is missing to call anything by it."""
+    text = f"<tool_call>{NESTED}{']}]}}}'[: 6 - missing] if missing <= 6 else '[' + ']}]}}}'}</tool_call>"
+    wanted = [ToolCall("f", {"a": {"b": [{"c": [1]}]}})]
+    assert parse_tool_calls(text) == (("", wanted) if missing <= 4 else (text, []))
