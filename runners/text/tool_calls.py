@@ -12,6 +12,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _ARGUMENTS = ("arguments", "parameters", "args")
 """What models call them, fine-tunes for other templates too."""
 _BESIDE = frozenset(("id", "type"))
+"""Of OpenAI's API, and dropped: a name that nobody needs, and the word "function"."""
 _MOST_MISSING = 4
 _BRACKETS = {"{": "}", "[": "]"}
 _OUTSIDE = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|"', re.DOTALL)
@@ -102,10 +103,12 @@ def _calls(values: list[object]) -> list[ToolCall] | None:
 
 
 def _call(value: object) -> ToolCall | None:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not _says_nothing_more(value):
         return None
     if isinstance(function := value.get("function"), dict) and value.keys() - {"function"} <= _BESIDE:
         value = function  # as OpenAI's API has it
+        if not _says_nothing_more(value):
+            return None
     given = [name for name in _ARGUMENTS if name in value]
     name = value.get("name")
     if not isinstance(name, str) or not name or len(given) > 1 or value.keys() - {"name", *given} - _BESIDE:
@@ -116,6 +119,11 @@ def _call(value: object) -> ToolCall | None:
     if arguments is None:
         arguments = {}
     return ToolCall(name, arguments) if isinstance(arguments, dict) else None
+
+
+def _says_nothing_more(value: dict[str, object]) -> bool:
+    """What stands beside a call can be dropped."""
+    return value.get("type") in (None, "function") and isinstance(value.get("id"), str | int | None)
 
 
 def decoded(text: str) -> object:

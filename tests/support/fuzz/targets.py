@@ -42,7 +42,10 @@ from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer
 from support.chats import copy_export
 from support.fuzz.command_lines import damaged_command
+from support.fuzz.config_keys import config_keys
 from support.fuzz.mutations import ODD, damaged_bytes, damaged_json
+from support.fuzz.said import added_tokens, reasoning, tool_calls
+from support.fuzz.shown import terminal_text
 from support.fuzz.templates import damaged_template
 from support.text_fixtures import NASTY
 
@@ -394,8 +397,15 @@ TARGETS: dict[str, tuple[Target, int]] = {
     "constraint": (constraint, 1000),
     "options": (options, 600),
     "exported": (exported, 500),
+    "config_keys": (config_keys, 6000),
+    "tool_calls": (tool_calls, 5000),
+    "reasoning": (reasoning, 4000),
+    "added_tokens": (added_tokens, 3000),
+    "terminal_text": (terminal_text, 4000),
 }
 """Each with its part of a run."""
+NEVER_REFUSED = ("tool_calls", "reasoning", "added_tokens", "terminal_text")
+"""Whatever a model says is right."""
 
 
 def case(target: str, number: int, base: Base) -> None:
