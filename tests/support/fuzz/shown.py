@@ -46,7 +46,10 @@ class Base(Protocol):
 
 
 class _Chat(ScriptedChat):
-    prompts = SimpleNamespace(template_of=lambda asked: SimpleNamespace(source="tools enable_thinking"))
+    processor = SimpleNamespace(
+        folder=Path("x"),
+        prompts=SimpleNamespace(template_of=lambda asked: SimpleNamespace(source="tools enable_thinking")),
+    )
 
     def load(self, path: Path) -> None:
         raise UserError(f"{path}: cannot be read")
