@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import shutil
 import signal
 import sys
@@ -91,6 +92,7 @@ def test_each_line_is_answered_as_run_json_would(tmp_path: Path) -> None:
         assert record["prompt_tokens"] == alone["prompt_tokens"]
         assert [one["token_id"] for one in record["logprobs"]] == record["token_ids"]
         assert record.keys() - {"line", "key", "id"} - {"logprobs"} <= alone.keys()
+        assert re.fullmatch("[0-9a-f]{16}", record["key"])
     one_by_one = records(batch(tiny(), file, "--batch-size", 1).out)
     assert [record["token_ids"] for record in one_by_one] == [record["token_ids"] for record in found]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,6 +218,21 @@ def test_context_of_64(tokens: int, exported: Export, computing: list[int]) -> N
             runner.prefill(cache, ids)
         assert cache.length == 0
     assert not computing
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        ("f32", "cpu, float32"), ("f16", "cpu, float32"), ("bf16", "cpu, float32"),
+        ("int8", "cpu, int8 weights, float32"), ("int4", "cpu, int4 weights, float32"),
+    ],
+)  # fmt: skip
+def test_how_a_cpu_computes_in_words(dtype: str, said: str, exported: Export) -> None:
+    """Nothing of what only a GPU has."""
+    folder = exported("qwen2", dtype).folder
+    assert Runner(folder, ON_CPU).describe() == said
+    chooses = dataclasses.replace(ON_CPU, greedy_on_device=True)
+    assert Runner(folder, chooses).describe() == f"{said}, greedy on the device"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
