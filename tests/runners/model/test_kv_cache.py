@@ -233,6 +233,18 @@ def test_a_renewed_cache_holds_zeros() -> None:
     assert cache.mask.tolist() == [[1]]
 
 
+def test_what_fills_a_cache_is_all_that_it_holds() -> None:
+    """Whatever was in it before, padding too."""
+    cache = KVCache(MEMORY, batch_size=1, limit=16)
+    append(cache, [[0, 0, 1, 1]])
+    assert cache.full_mask[0, :4].tolist() == [0, 0, 1, 1]
+    rows = (np.full((2, 2, 4), 7, np.float32) for _ in MEMORY.spec.states)
+    cache.fill(np.array([3, 4]), rows)
+    assert (cache.length, cache.padded, cache.token_ids.tolist()) == (2, False, [3, 4])
+    assert (cache.mask == 1).all()
+    assert (cache.full_mask == 1).all()
+
+
 def test_buffers_of_a_cache_that_is_gone_serve_the_next_one_of_its_batch() -> None:
     """ONNX Runtime releases no captured graph: it goes with the buffers."""
     memory = CacheMemory(attention_spec(1), "cpu", {}, keep=True)
