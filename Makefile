@@ -28,7 +28,7 @@ thorough: $(VENV)/installed-test
 parity: $(VENV)/installed-parity
 	$(BIN)/python -m pytest -q -n auto -m "transformers or slow"
 
-# Damaged files, commands and texts, 60,000 of them, kill points and thousands of generations.
+# Damaged files, commands and texts, 77,000 of them, kill points and thousands of generations.
 soak: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q -m "fuzz or soak"
 

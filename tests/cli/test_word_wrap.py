@@ -212,6 +212,25 @@ def test_a_chat_in_a_narrow_terminal(tmp_path: Path) -> None:
 
 
 @on_a_terminal
+def test_one_answer_in_a_narrow_terminal() -> None:
+    """`-p` is as a chat; `--no-wrap` leaves the line to the terminal."""
+    arguments = ("run", tiny(), "--provider", "cpu", "-p", "What is the capital of France?")
+    for more, said in (
+        ((), b"The capital of \r\nFrance is Paris.\r\n"),
+        (("--no-wrap",), b"capital of France is"),
+    ):
+        ours, theirs = open_terminal(20)
+        environment = {"TERM": "xterm", "COLUMNS": ""}
+        with child(*arguments, *more, stdout=theirs, stderr=theirs, environment=environment) as process:
+            os.close(theirs)
+            terminal = Terminal(ours)
+            terminal.read_rest()
+            assert process.wait(PATIENCE) == 0
+        os.close(ours)
+        assert said in terminal.seen
+
+
+@on_a_terminal
 def test_ctrl_c_in_an_answer_leaves_the_cursor_on_a_new_line() -> None:
     """The word that was held back is shown, too."""
     ours, theirs = open_terminal(20)

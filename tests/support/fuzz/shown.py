@@ -153,7 +153,11 @@ def _answer(rng: random.Random, base: Base) -> None:
 
 def _json(rng: random.Random, base: Base) -> None:
     """What `--json` and results of batches print reads back as it was."""
-    value = {hostile(rng): [hostile(rng), {hostile(rng): None}], "id": hostile(rng)}
+    # To JSON, two halves of a pair that stand together are the character.
+    texts = (
+        hostile(rng).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass") for _ in range(4)
+    )
+    value = {next(texts): [next(texts), {next(texts): None}], "id": next(texts)}
     line = as_json_line(value)
     assert json.loads(line) == value
     assert "\n" not in line
