@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from qwen_onnx import UserError, load
-from qwen_onnx.runners import chat as chat_module
+from qwen_onnx.runners import processor
 from qwen_onnx.runners.model import open_graph
 from support.chats import copy_export, endless
 from support.damage import forge
@@ -76,7 +76,7 @@ def test_m7_whatever_strikes_while_it_opens(
         assert sorted(path.name for path in folder.iterdir()) == files
     monkeypatch.undo()
     monkeypatch.setattr(
-        chat_module, "read_generation_config", lambda folder: (_ for _ in ()).throw(error("struck"))
+        processor, "read_generation_config", lambda folder: (_ for _ in ()).throw(error("struck"))
     )
     fails(lambda: load(folder, provider="cpu", threads=2), error)
     assert held(folder) == []
