@@ -124,6 +124,7 @@ def test_the_settings_agree(on_cpu: tuple[str, dict[str, Any], Path]) -> None:
         assert ids[0] == ids[1] == ids[2]
 
 
+@pytest.mark.thorough
 def test_the_pieces_of_a_step_are_the_step(on_cpu: tuple[str, dict[str, Any], Path]) -> None:
     settings = on_cpu[1]["parts"]["breakdown"]["settings"]
     assert settings.keys() == {*MODES}

@@ -17,7 +17,7 @@ from support.marks import but_first
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits of memory are another thing there")
 
-FEW, SHORT, LONG = 300, 2_000, 44_000
+FEW, SHORT, LONG = 200, 2_000, 44_000
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,7 @@ def test_the_f32_decode_graphs_of_a_cpu_are_made_by_the_files_listed(raw: dict[s
         assert made_by.keys() <= {*listed("How a graph is made")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["f32", "int4"])
 def test_a_token_passes_through_the_files_listed(dtype: str) -> None:
     """And what runs for each token is named there, in the list or below it."""
