@@ -17,7 +17,7 @@ from qwen_onnx.runners.model.buffers import CacheMemory
 from qwen_onnx.runners.model.executors.executor import Executor
 from qwen_onnx.runners.model.executors.fixed_shape import FixedShape
 from qwen_onnx.runners.model.executors.growing import Growing
-from qwen_onnx.runners.model.executors.inputs import StaticInputs, step_inputs
+from qwen_onnx.runners.model.executors.inputs import step_inputs
 from qwen_onnx.runners.model.executors.live_slice import LiveSlice
 from qwen_onnx.runners.model.executors.two_graphs import LongContext, TwoGraphs
 from qwen_onnx.runners.runtime.integrity import verify_graph
@@ -171,8 +171,10 @@ def _open_live_slice(export: Export, graph: GraphSpec, grouped: GraphSpec | None
     prefill = LiveSlice(session, memory, vocab_size=vocab_size, keeps_binding=decode is None)
     if of_decode is None:
         return prefill
+    assert decode is not None
+    inputs = step_inputs(decode.lowering, on_cpu=True)
     single = FixedShape(
-        of_decode.result(), memory, StaticInputs(), vocab_size=vocab_size, capture=False, chooses=False
+        of_decode.result(), memory, inputs, vocab_size=vocab_size, capture=False, chooses=False
     )
     return TwoGraphs(prefill, single)
 

@@ -114,6 +114,7 @@ def test_k1_generation_keys_that_are_said_to_be_read_are_options() -> None:
     read = {name for name, key in known_keys.GENERATION.items() if key.use == "read"}
     options = {option.config_key for option in declared(Request).values() if option.config_key}
     assert read <= options | {"eos_token_id"}
+    assert known_keys.GENERATION.keys() & options <= read, "an option, said to be not supported"
 
 
 def popped(source: str) -> set[str]:

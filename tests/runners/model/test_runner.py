@@ -17,6 +17,7 @@ import safetensors.numpy
 from qwen_onnx import contract, export
 from qwen_onnx.errors import NonFiniteLogitsError, UserError
 from qwen_onnx.runners.chat import Chat
+from qwen_onnx.runners.model import open_graph
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import missing_library
@@ -49,6 +50,22 @@ def test_no_session_keeps_cores_or_blocks_from_another(
     assert len(opened) > 1
     assert {options.get_session_config_entry("session.force_spinning_stop") for options in opened} == {"1"}
     assert {options.enable_mem_pattern for options in opened} == {False}
+
+
+def test_single_tokens_are_given_what_their_own_lowering_takes_in(
+    exported: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of the table may make the decode graph take in other tensors than that of prompts."""
+    asked: list[str] = []
+    real = open_graph.step_inputs
+    monkeypatch.setattr(
+        open_graph, "step_inputs", lambda lowering, **given: asked.append(lowering) or real(lowering, **given)
+    )
+    model = exported("qwen2")
+    Runner(model.folder, ON_CPU)
+    of_cpu = [each for each in model.manifest.graphs if each.entry == "decode" and "cpu" in each.providers]
+    assert asked == ["static-grouped"]
+    assert asked[0] in {graph.lowering for graph in of_cpu}
 
 
 # Against the reference, and against plain runs.
