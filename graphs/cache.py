@@ -42,6 +42,8 @@ class Precision:
     """How matrices in blocks are quantized."""
     panel_rows: int | None = None
     """Rows of a panel, of matrices in panels."""
+    layer: int = 0
+    """Whose matrices these are: not all need be quantized alike."""
 
 
 LayerState = Sequence[ir.Value]

@@ -43,17 +43,17 @@ class Linear(nn.Module):
     """x @ weight.T + bias, of a plain weight."""
 
     def __init__(
-        self, in_features: int, out_features: int, precision: Precision, *, bias: bool, head: bool = False,
+        self, in_features: int, out_features: int, precision: Precision, part: str, *, bias: bool = False,
         product: Product = gemm,
     ) -> None:  # fmt: skip
-        """`head`: the last one, over the vocabulary."""
+        """`part`: qkv, o, gate_up, down or head, what is quantized alike."""
         super().__init__()
         self.in_features, self.out_features, self.hidden = in_features, out_features, precision.hidden
         self.bias = nn.Parameter([out_features], precision.weights) if bias else None
         self.multiply = product
-        self.add_weight(precision, head=head)
+        self.add_weight(precision, part)
 
-    def add_weight(self, precision: Precision, *, head: bool) -> None:
+    def add_weight(self, precision: Precision, part: str) -> None:
         """Declare what holds the matrix."""
         self.weight = nn.Parameter([self.out_features, self.in_features], precision.weights)
 

@@ -5,6 +5,7 @@ Which operators compute it is a Lowering's business: the model asks for a Linear
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import onnx_ir as ir
@@ -41,12 +42,12 @@ class Attention(nn.Module):
         self.query_size, self.key_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         if lowering.packed_qkv:
             width = self.query_size + 2 * self.key_size
-            self.qkv_proj = linear(size, width, precision, bias=config.qkv_bias)
+            self.qkv_proj = linear(size, width, precision, "qkv", bias=config.qkv_bias)
         else:
-            self.q_proj = linear(size, self.query_size, precision, bias=config.qkv_bias)
-            self.k_proj = linear(size, self.key_size, precision, bias=config.qkv_bias)
-            self.v_proj = linear(size, self.key_size, precision, bias=config.qkv_bias)
-        self.o_proj = linear(self.query_size, size, precision, bias=config.o_bias)
+            self.q_proj = linear(size, self.query_size, precision, "qkv", bias=config.qkv_bias)
+            self.k_proj = linear(size, self.key_size, precision, "qkv", bias=config.qkv_bias)
+            self.v_proj = linear(size, self.key_size, precision, "qkv", bias=config.qkv_bias)
+        self.o_proj = linear(self.query_size, size, precision, "o", bias=config.o_bias)
         self.q_norm = norm(self.head_dim, config.rms_norm_eps, precision) if config.qk_norm else None
         self.k_norm = norm(self.head_dim, config.rms_norm_eps, precision) if config.qk_norm else None
 
@@ -74,11 +75,11 @@ class MLP(nn.Module):
         linear, hidden, feed_forward = lowering.weights.linear, config.hidden_size, config.intermediate_size
         self.silu, self.packed = lowering.silu, lowering.packed_gate_up
         if self.packed:
-            self.gate_up_proj = linear(hidden, 2 * feed_forward, precision, bias=False)
+            self.gate_up_proj = linear(hidden, 2 * feed_forward, precision, "gate_up")
         else:
-            self.gate_proj = linear(hidden, feed_forward, precision, bias=False)
-            self.up_proj = linear(hidden, feed_forward, precision, bias=False)
-        self.down_proj = linear(feed_forward, hidden, precision, bias=False)
+            self.gate_proj = linear(hidden, feed_forward, precision, "gate_up")
+            self.up_proj = linear(hidden, feed_forward, precision, "gate_up")
+        self.down_proj = linear(feed_forward, hidden, precision, "down")
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         """[..., D] -> [..., D]; the products of a weight format follow each other in their own order of states."""
@@ -122,7 +123,10 @@ class QwenModel(nn.Module):
         super().__init__()
         self.embed_tokens = lowering.weights.embedding(config.vocab_size, config.hidden_size, precision)
         self.layers = nn.ModuleList(
-            [DecoderLayer(config, precision, lowering) for _ in range(config.num_hidden_layers)]
+            [
+                DecoderLayer(config, dataclasses.replace(precision, layer=i), lowering)
+                for i in range(config.num_hidden_layers)
+            ]
         )
         self.norm = lowering.norm(config.hidden_size, config.rms_norm_eps, precision)
         self.hidden_size, self.flat = config.hidden_size, lowering.cache.flat
@@ -152,7 +156,7 @@ class QwenForCausalLM(nn.Module):
         self.rotary = RotaryTables(config, positions)
         self.model = QwenModel(config, precision, lowering)
         linear = lowering.weights.linear
-        self.lm_head = linear(config.hidden_size, config.vocab_size, precision, bias=False, head=True)
+        self.lm_head = linear(config.hidden_size, config.vocab_size, precision, "head")
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
 

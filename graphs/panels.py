@@ -20,7 +20,7 @@ NCHWC = "com.microsoft.nchwc"
 class PanelsLinear(Linear):
     """As Linear, of a weight in panels; `product` is on channels. Rows of zeros fill a vocabulary's last panel."""
 
-    def add_weight(self, precision: Precision, *, head: bool) -> None:
+    def add_weight(self, precision: Precision, part: str) -> None:
         """See Linear.add_weight."""
         rows = _rows(precision)
         padded = -(-self.out_features // rows) * rows

@@ -48,7 +48,8 @@ class StoredTensor:
 
     def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
         """The tensor as a read-only memory map of its file."""
-        mapped = np.memmap(self.file, FLOAT_DTYPES[self.dtype], "r", self.offset, math.prod(self.shape))
+        dtype = np.dtype(np.uint8) if self.dtype == "U8" else FLOAT_DTYPES[self.dtype]
+        mapped = np.memmap(self.file, dtype, "r", self.offset, math.prod(self.shape))
         return mapped.reshape(self.shape)
 
     def chunks(self, size: int) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ from qwen_onnx.checks.known_runtimes import describe_runtimes
 from qwen_onnx.contract.manifest import GraphSpec, Manifest, TensorSpec, is_weights, read_manifest
 from qwen_onnx.contract.quant import QuantConfig
 from qwen_onnx.errors import UserError, counted, printable
+from qwen_onnx.exports.quality import beyond, in_words
 
 
 def describe(folder: Path, *, graphs: bool = False) -> str:
@@ -78,10 +79,18 @@ def _describe_quantization(manifest: Manifest) -> list[str]:
     formats: dict[QuantConfig, list[str]] = {}
     for name, quant in manifest.quantized.items():
         formats.setdefault(quant, []).append(name)
-    return [
-        f"quantized  {len(names)} matrices to {quant.bits} bits in blocks of {quant.block_size}, {names[0]} first"
+    lines = [
+        f"quantized  {len(names)} matrices to {quant.bits} bits in blocks of {quant.block_size}"
+        f"{' with zero points' if quant.zero_points else ''}, {names[0]} first"
         for quant, names in formats.items()
     ]
+    if (own := manifest.calibration) is not None:
+        text = "the package's own text" if own.text == "auto" else own.text
+        lines.append(f"calibrated on {own.tokens:,} tokens of {text}")
+    if manifest.quality is not None:
+        lost = beyond(manifest.dtype, manifest.quality)
+        lines.append(f"quality    {in_words(manifest.quality)}" + (f"; {lost}" if lost else ""))
+    return lines
 
 
 def _describe_graph(folder: Path, graph: GraphSpec) -> list[str]:

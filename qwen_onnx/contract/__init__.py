@@ -24,8 +24,8 @@ DTYPE_SPELLINGS = MappingProxyType({
     "bfloat16": "bf16",
 })  # fmt: skip
 """What others call them, in small letters."""
-QWEIGHT, SCALES = "qweight", "scales"
-"""The tensors in the place of a quantized `weight`."""
+QWEIGHT, SCALES, ZERO_POINTS = "qweight", "scales", "zero_points"
+"""The tensors in the place of a quantized `weight`; not every format has the last."""
 INPUT_IDS = "input_ids"
 ATTENTION_MASK = "attention_mask"
 POSITION_IDS = "position_ids"

@@ -113,6 +113,6 @@ def _build(kind: Any, value: Any) -> Any:
         kind = tuple(kinds)
     elif kind is float:
         kind = (int, float)
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{kind} wanted, found {reprlib.repr(value)}")
     return value

@@ -78,6 +78,30 @@ class Golden:
 
 
 @dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What a model read while its matrices were quantized."""
+
+    text: str
+    """`auto` for the package's own, else the name of a file."""
+    sha256: str
+    """Of the token ids."""
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """What quantizing cost, over a text that no calibration has seen."""
+
+    positions: int
+    kl: float
+    """Mean KL divergence from the checkpoint in f32, in nats."""
+    top1: float
+    """Share of positions at which both have the same likeliest token."""
+    perplexity: float
+    checkpoint_perplexity: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """The content of export.json."""
 
@@ -102,6 +126,10 @@ class Manifest:
     files: dict[str, FileSpec]
     quantized: dict[str, QuantConfig]
     """What was done to which of the checkpoint's matrices; all else is f32 then."""
+    calibration: Calibration | None = None
+    """None: matrices are rounded one by one."""
+    quality: Quality | None = None
+    """None: not measured."""
     golden: Golden | None = None
     target: str = "onnxruntime"
     """One of TARGETS."""

@@ -6,14 +6,14 @@ import concurrent.futures
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from qwen_onnx.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.checkpoints.constant_tensors import constant_tensors, some
 from qwen_onnx.checkpoints.hub import ModelSource, resolve_model
+from qwen_onnx.checkpoints.safetensors_file import StoredTensor
 from qwen_onnx.contract.json_file import from_json, read_json
 from qwen_onnx.contract.manifest import (
     FORMAT_VERSION,
@@ -24,13 +24,17 @@ from qwen_onnx.contract.manifest import (
     write_manifest,
 )  # fmt: skip
 from qwen_onnx.errors import UserError, option
+from qwen_onnx.exports.calibrated import Calibrating, TextSide, calibrated
 from qwen_onnx.exports.layouts.known import chosen_layout, output_folder
 from qwen_onnx.exports.layouts.layout import Layout
 from qwen_onnx.exports.options import ExportOptions, export_positions
 from qwen_onnx.exports.panels import verified_panels
 from qwen_onnx.exports.plan import ExportKind
+from qwen_onnx.exports.publish.output_folder import calibration_folder
 from qwen_onnx.exports.publish.staging import recover, refuse_output, staged_folder
 from qwen_onnx.exports.publish.trial import try_export
+from qwen_onnx.exports.quality import beyond, measure_quality
+from qwen_onnx.exports.quantization.text import held_out_ids
 from qwen_onnx.exports.writer import Writer
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.runtime.integrity import sample
@@ -64,6 +68,7 @@ def export_model(
     options: ExportOptions,
     *,
     progress: Progress = lambda written, total: None,
+    calibrating: Calibrating = lambda done, seconds: None,
 ) -> ExportSummary:
     """Export a model to the folder `out`; None is `output_folder`'s.
 
@@ -90,19 +95,28 @@ def export_model(
             layout.write_around(staged, source.name)
             writer = Writer(staged / layout.inside, checkpoint, kind, positions, progress)
             constant_notes = _verify_told_apart(checkpoint) if options.check else []
-            _write_files(writer, link=options.link)
+            with calibrated(
+                checkpoint, options, text, folder=calibration_folder(out), progress=calibrating
+            ) as ready:
+                _write_files(writer, link=options.link, calibrated=ready.tensors)
             layout_notes = writer.write_layout(text.eos_token_ids)
             checkpoint.verify_unchanged()
             # Golden ids are those of the checkpoint's weights, not of what is left of them in a few bits.
             golden = None if kind.quant else golden and golden.within(positions)
             manifest = _manifest(source, writer, text.eos_token_ids, golden, target)
+            manifest = dataclasses.replace(manifest, calibration=ready.calibration)
             write_manifest(writer.folder, manifest)
             # Taken before: pages of weights that are mapped to be tried would count, and are free to go.
             peak = peak_memory()
             tried = try_export(writer.folder, manifest, out=out / layout.inside) if options.check else []
+            if options.check and kind.quant and text.tokenizer and not tried:
+                manifest, lost = _with_quality(writer.folder, manifest, checkpoint, text)
+                tried = [*tried, *lost]
     except OSError as error:
         raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
-    notes = (*recovered, *checkpoint.notes, *constant_notes, *text.notes, *said, *layout_notes, *tried)
+    notes = (
+        *recovered, *checkpoint.notes, *constant_notes, *text.notes, *said, *ready.notes, *layout_notes, *tried,
+    )  # fmt: skip
     return ExportSummary(out / layout.inside, manifest, notes, time.perf_counter() - started, peak)
 
 
@@ -123,19 +137,29 @@ def _verify_told_apart(checkpoint: Checkpoint) -> list[str]:
     return [f"{checkpoint.folder}: {len(constants)} tensors that are one number: {some(constants)}"]
 
 
-def _write_files(writer: Writer, *, link: bool) -> None:
-    parts = writer.link_weights() if link else writer.place_weights()
+def _with_quality(
+    folder: Path, manifest: Manifest, checkpoint: Checkpoint, text: TextSide
+) -> tuple[Manifest, list[str]]:
+    """The manifest with what quantizing cost, and what is to be said of it."""
+    assert text.tokenizer is not None
+    windows = held_out_ids(text.tokenizer, text.template, context_length=manifest.context_length)
+    if not len(windows):
+        return manifest, []
+    quality = measure_quality(folder, checkpoint, windows)
+    manifest = dataclasses.replace(manifest, quality=quality)
+    write_manifest(folder, manifest)
+    lost = beyond(manifest.dtype, quality)
+    return manifest, [] if lost is None else [lost]
+
+
+def _write_files(writer: Writer, *, link: bool, calibrated: Mapping[str, StoredTensor]) -> None:
+    parts = writer.link_weights() if link else writer.place_weights(calibrated)
     # Graphs are Python's work, weights the disk's: they go side by side.
     with concurrent.futures.ThreadPoolExecutor(1) as beside:
         graphs = beside.submit(writer.write_graphs)
         writer.write_weights(parts)
         graphs.result()
     writer.copy_side_files()
-
-
-class _TextSide(NamedTuple):
-    eos_token_ids: tuple[int, ...]
-    notes: tuple[str, ...]
 
 
 def _kind(config: QwenConfig, options: ExportOptions, layout: Layout, target: str) -> ExportKind:
@@ -151,11 +175,11 @@ def _kind(config: QwenConfig, options: ExportOptions, layout: Layout, target: st
     )
 
 
-def _read_text_side(folder: Path, config: QwenConfig) -> _TextSide:
+def _read_text_side(folder: Path, config: QwenConfig) -> TextSide:
     """The tokenizer must fit the embedding, and the ids that end an answer must be readable now, not later."""
     if not has_tokenizer(folder):
         note = f"{folder}: no tokenizer.json; the export runs with --prompt-ids only"
-        return _TextSide(tuple(sorted(eos_ids(folder, None, None))), (note,))
+        return TextSide(None, None, tuple(sorted(eos_ids(folder, None, None))), (note,))
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.size > config.vocab_size:
         raise UserError(
@@ -164,7 +188,7 @@ def _read_text_side(folder: Path, config: QwenConfig) -> _TextSide:
         )
     template = ChatTemplate.from_folder(folder)
     notes = () if template else (f"{folder}: no chat template; use `run --raw`",)
-    return _TextSide(tuple(sorted(eos_ids(folder, tokenizer, template))), notes)
+    return TextSide(tokenizer, template, tuple(sorted(eos_ids(folder, tokenizer, template))), notes)
 
 
 def _read_golden(path: Path) -> Golden | None:

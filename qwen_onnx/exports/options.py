@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from qwen_onnx.checkpoints.config import QwenConfig
 
 # By measurement (bench/README.md).
-DEFAULT_BLOCK_SIZES = {"int8": 128, "int4": 64}
+DEFAULT_BLOCK_SIZES = {"int8": (64, 32), "int4": (128, 64)}
+"""Of layers and head."""
+_UNCALIBRATED_INT4 = (32, 32)
 _EXPORT, _QUANT, _OTHERS = "Export", "int8 and int4", "Other runtimes"
 
 
@@ -48,14 +50,18 @@ class ExportOptions(Options):
         about="Look for tensors of one number before, and run a token at the end: what would not run is refused.",
     )  # fmt: skip
     block_size: int | None = declare(
-        None, OneOf(BLOCK_SIZES), "Weights that share a scale; default 128, in int4 64.", _QUANT
+        None, OneOf(BLOCK_SIZES), "Weights that share a scale; int8 64, int4 128 (or 32).", _QUANT
     )
     head_bits: int | None = declare(
         None, OneOf(BITS), "Bits of embedding and head; default as the layers.", _QUANT
     )
     head_block_size: int | None = declare(
-        None, OneOf(BLOCK_SIZES), "Their block size; default as the layers.", _QUANT
+        None, OneOf(BLOCK_SIZES), "Their block size; default int8 32, int4 64 (or 32).", _QUANT
     )
+    calibrate: str | None = declare(
+        None, Text(), "auto (int4's default), none, or a text FILE.", _QUANT,
+        about="What the model reads to round its weights: auto for the package's own text, none, or a text file.",
+    )  # fmt: skip
     target: str | None = declare(
         None, Text(TARGETS), "onnxruntime (default); or portable: one graph, any runtime.", _OTHERS
     )
@@ -75,7 +81,7 @@ class ExportOptions(Options):
             object.__setattr__(self, "layout", "plain")
             object.__setattr__(self, "weights_order", "panels")
         if self.dtype not in QUANTIZED:
-            for name in ("block_size", "head_bits", "head_block_size"):
+            for name in ("block_size", "head_bits", "head_block_size", "calibrate"):
                 if getattr(self, name) is not None:
                     raise UserError(f"{option(name)} is for int8 and int4, not {self.dtype}")
         panels = option("weights_order", "panels")
@@ -95,10 +101,22 @@ class ExportOptions(Options):
         """How matrices are quantized; None where they are not."""
         if self.dtype not in QUANTIZED:
             return None
-        size = DEFAULT_BLOCK_SIZES[self.dtype] if self.block_size is None else self.block_size
-        layers = QuantConfig(QUANTIZED[self.dtype], size)
-        head = QuantConfig(self.head_bits or layers.bits, self.head_block_size or layers.block_size)
-        return QuantPlan(layers, head)
+        bits = QUANTIZED[self.dtype]
+        size, head_size = DEFAULT_BLOCK_SIZES[self.dtype]
+        if self.dtype == "int4" and self.calibration is None:
+            size, head_size = _UNCALIBRATED_INT4
+        size, head_size = self.block_size or size, self.head_block_size or self.block_size or head_size
+        head_bits = self.head_bits or bits
+        return QuantPlan(
+            QuantConfig(bits, size, zero_points=bits == 4, scales="F16"),
+            QuantConfig(head_bits, head_size, zero_points=head_bits == 4, scales="F16"),
+        )
+
+    @property
+    def calibration(self) -> str | None:
+        """`auto` or a file; None where weights are rounded without a text."""
+        given = self.calibrate or ("auto" if self.dtype == "int4" else "none")
+        return None if given == "none" else given
 
 
 def export_positions(config: QwenConfig, max_context: int | None) -> int:

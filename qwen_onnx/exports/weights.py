@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from qwen_onnx.checkpoints.config import QwenConfig
 from qwen_onnx.checkpoints.safetensors_file import FLOAT_DTYPES, StoredTensor
-from qwen_onnx.contract import QWEIGHT, SCALES
-from qwen_onnx.contract.quant import QuantConfig, QuantPlan
+from qwen_onnx.contract import QWEIGHT, SCALES, ZERO_POINTS
+from qwen_onnx.contract.quant import QuantConfig, QuantPlan, part_of
 from qwen_onnx.errors import UserError
-from qwen_onnx.exports.quantize import quantize
+from qwen_onnx.exports.quantization.blocks import quantize
 from qwen_onnx.exports.rotary import rotary_rows
 
 PIECE = 8 << 20  # bytes read, converted and written at a time
@@ -60,34 +60,64 @@ def converted(tensor: StoredTensor, dtype: str) -> OutputTensor:
 
 
 def quantized(tensor: StoredTensor, quant: QuantConfig) -> list[OutputTensor]:
-    """A matrix in blocks: `qweight` and `scales` in the place of its `weight`.
+    """A matrix in blocks: `qweight`, `scales` and, if it has them, `zero_points` in the place of its `weight`.
 
-    The scales are made along with the integers; where they are asked for first, all is made twice.
+    The others are made along with the integers; where they are asked for first, all is made twice.
     """
     rows, columns = tensor.shape
-    made: list[bytes] = []
+    made: dict[str, list[bytes]] = {}
 
     def integers() -> Iterator[bytes]:
-        made.clear()
-        for values in _rows(tensor):
+        made.update({SCALES: [], ZERO_POINTS: []})
+        for values in rows_of(tensor):
             try:
-                packed, scales = quantize(values, quant)
+                blocks = quantize(values, quant)
             except ValueError as error:
                 raise UserError(f"{tensor.file}: tensor {tensor.name}: {error}") from None
-            made.append(scales.tobytes())
-            yield packed.tobytes()
+            made[SCALES].append(blocks.scales.tobytes())
+            if blocks.zero_points is not None:
+                made[ZERO_POINTS].append(blocks.zero_points.tobytes())
+            yield blocks.codes.tobytes()
 
-    def scales() -> Iterator[bytes]:
-        if not made:
+    def beside(name: str) -> Iterator[bytes]:
+        if name not in made:
             collections.deque(integers(), maxlen=0)
-        yield from made
-        made.clear()
+        yield from made.pop(name)
 
-    stem = tensor.name.removesuffix("weight")
-    return [
+    return blocks_of(
+        tensor.name, (rows, columns), quant, (integers, lambda: beside(SCALES), lambda: beside(ZERO_POINTS))
+    )
+
+
+def blocks_of(
+    name: str, shape: tuple[int, int], quant: QuantConfig, pieces: Sequence[Pieces]
+) -> list[OutputTensor]:
+    """The tensors in the place of a quantized matrix [rows, columns], in the order of the file.
+
+    Args:
+        name: of the checkpoint's tensor.
+        pieces: of integers, scales and zero points; the last are not asked for where the format has none.
+    """
+    rows, columns = shape
+    stem, (integers, scales, zero_points) = name.removesuffix("weight"), pieces
+    found = [
         OutputTensor(stem + QWEIGHT, "U8", (rows, quant.row_bytes(columns)), integers),
-        OutputTensor(stem + SCALES, "F32", (rows, quant.blocks(columns)), scales),
+        OutputTensor(stem + SCALES, quant.scales, (rows, quant.blocks(columns)), scales),
     ]
+    if quant.zero_points:
+        found.append(OutputTensor(stem + ZERO_POINTS, "U8", (rows, quant.zero_bytes(columns)), zero_points))
+    return found
+
+
+def replaced(tensor: OutputTensor, made: StoredTensor | None) -> OutputTensor:
+    """The tensor with the bytes of one that was made before, where it was."""
+    if made is None:
+        return tensor
+    if (made.dtype, made.shape) != (tensor.dtype, tensor.shape):
+        raise ValueError(
+            f"{made.name}: made as {made.dtype} {made.shape}, wanted {tensor.dtype} {tensor.shape}"
+        )
+    return dataclasses.replace(tensor, pieces=lambda: made.chunks(PIECE))
 
 
 def in_panels(tensor: StoredTensor, panel_rows: int) -> OutputTensor:
@@ -95,7 +125,7 @@ def in_panels(tensor: StoredTensor, panel_rows: int) -> OutputTensor:
     rows, columns = tensor.shape
 
     def pieces() -> Iterator[memoryview]:
-        for values in _rows(tensor, panel_rows):
+        for values in rows_of(tensor, panel_rows):
             missing = -len(values) % panel_rows
             padded = np.pad(values, ((0, missing), (0, 0))) if missing else values
             panels = padded.reshape(-1, panel_rows, columns).swapaxes(1, 2)
@@ -108,14 +138,18 @@ def quant_of(tensor: StoredTensor, plan: QuantPlan) -> QuantConfig | None:
     """How a checkpoint's tensor is quantized; None: it is not, being no matrix."""
     if len(tensor.shape) != 2:
         return None
-    of_head = tensor.name in ("model.embed_tokens.weight", "lm_head.weight")
-    return plan.head if of_head else plan.layers
+    part = part_of(tensor.name)
+    return None if part is None else plan.of(part, tensor.shape[1])
 
 
-def _rows(tensor: StoredTensor, together: int = 1) -> Iterator[NDArray[np.float32]]:
-    """The matrix as f32, some multiple of `together` rows at a time; fewer at the end."""
-    columns, source = tensor.shape[1], FLOAT_DTYPES[tensor.dtype]
-    rows = max(1, PIECE // (4 * columns * together)) * together
+def rows_of(tensor: StoredTensor, together: int = 1, *, nbytes: int = PIECE) -> Iterator[NDArray[np.float32]]:
+    """A matrix as f32, some multiple of `together` rows at a time, fewer at the end; a vector as one row.
+
+    Args:
+        nbytes: of the f32 numbers, at most, where a row has no more.
+    """
+    columns, source = tensor.shape[-1], FLOAT_DTYPES[tensor.dtype]
+    rows = max(1, nbytes // (4 * columns * together)) * together
     for piece in tensor.chunks(rows * columns * source.itemsize):
         values = np.frombuffer(piece, source)
         wide = _bf16_to_f32(values) if source == ml_dtypes.bfloat16 else values.astype(np.float32)

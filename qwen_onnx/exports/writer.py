@@ -6,11 +6,12 @@ import hashlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from qwen_onnx import contract
 from qwen_onnx.checkpoints.checkpoint import Checkpoint, side_files
+from qwen_onnx.checkpoints.safetensors_file import StoredTensor
 from qwen_onnx.contract import DTYPES
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.manifest import FileSpec, GraphSpec, is_weights
@@ -27,7 +28,7 @@ from qwen_onnx.exports.plan import (
     graph_spec,
 )  # fmt: skip
 from qwen_onnx.exports.tensor_match import match_tensors, verify_depth
-from qwen_onnx.exports.weights import OutputTensor, converted, quant_of, rotary_tensors, stored_as
+from qwen_onnx.exports.weights import OutputTensor, converted, quant_of, replaced, rotary_tensors, stored_as
 from qwen_onnx.exports.weights_file import arrange, in_files, places_in, stored_parameters, write_safetensors
 from qwen_onnx.runners.text.tokenizer import TOKENIZER_FILE, Tokenizer, has_tokenizer
 
@@ -64,13 +65,18 @@ class Writer:
             found = {name: quant_of(tensor, kind.quant) for name, tensor in checkpoint.tensors.items()}
             self.quantized = {name: quant for name, quant in found.items() if quant is not None}
 
-    def place_weights(self) -> Parts:
-        """What each weights file will hold, and where; nothing is written yet."""
+    def place_weights(self, calibrated: Mapping[str, StoredTensor]) -> Parts:
+        """What each weights file will hold, and where; nothing is written yet.
+
+        Args:
+            calibrated: tensors of matrices that are quantized already, by the names that they get here.
+        """
         stored = DTYPES.get(self.dtype, "F32")
         tensors: list[OutputTensor] = []
         for name, tensor in self.checkpoint.tensors.items():
             quant = self.quantized.get(name)
-            tensors += stored_as(tensor, stored, quant=quant, panel_rows=self.kind.panel_rows)
+            own = stored_as(tensor, stored, quant=quant, panel_rows=self.kind.panel_rows)
+            tensors += [replaced(each, calibrated.get(each.name)) for each in own]
         cut = in_files(arrange([*tensors, *self._rotary]), self.layout.largest_file)
         parts = {self.layout.weights_file(self.dtype, index): part for index, part in enumerate(cut)}
         for name, part in parts.items():

@@ -19,7 +19,7 @@ from qwen_onnx.checkpoints.safetensors_file import read_header
 from qwen_onnx.cli.completion import complete
 from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.contract.quant import QuantConfig
-from qwen_onnx.exports.quantize import dequantize
+from qwen_onnx.exports.quantization.blocks import Blocks, dequantize
 from qwen_onnx.reference import reference_logits
 from qwen_onnx.runners.model import buffers, open_graph
 from qwen_onnx.runners.model.executors import two_graphs
@@ -37,7 +37,7 @@ TOKENS = 24
 CASES = [
     ("qwen2", "int8", 32),
     ("qwen2", "int4", 32),
-    ("qwen2_untied", "int4", 128),  # rows of 64 weights: half of each block is padding
+    ("qwen2_untied", "int4", 128),  # rows of 64 weights, so that blocks are no longer than that
     ("qwen2_14_2", "int4", 16),
     ("qwen3", "int8", 128),
     ("qwen3_head_dim_48", "int4", 64),
@@ -60,16 +60,16 @@ class Quantized:
         if (quant := self.manifest.quantized.get(name)) is None:
             return self.stored[name].numpy()
         stem, columns = name.removesuffix("weight"), self.checkpoint.tensors[name].shape[1]
-        integers = self.stored[stem + "qweight"]
-        packed = np.memmap(integers.file, np.uint8, "r", integers.offset, integers.shape)
-        return dequantize(packed, self.stored[stem + "scales"].numpy(), columns, quant)
+        zero_points = self.stored[stem + "zero_points"].numpy() if quant.zero_points else None
+        blocks = Blocks(self.stored[stem + "qweight"].numpy(), self.stored[stem + "scales"].numpy(), zero_points)
+        return dequantize(blocks, columns, quant)
 
     def wanted(self, ids: np.ndarray) -> np.ndarray:
         return reference_logits(self.checkpoint.config, self.read, ids)
 
     def wanted_in_int8(self, ids: np.ndarray) -> np.ndarray:
         """As the CPU's kernels are to compute it."""
-        (block_size,) = {quant.block_size for quant in self.manifest.quantized.values()}
+        block_size = max(quant.block_size for quant in self.manifest.quantized.values())
         with reference_in_int8(block_size):
             return self.wanted(ids)
 
@@ -143,16 +143,22 @@ def test_matrices_lie_in_blocks_and_once(
     matrices = {name for name, tensor in model.checkpoint.tensors.items() if len(tensor.shape) == 2}
     assert model.manifest.quantized.keys() == matrices
     bits = contract.QUANTIZED[dtype]
-    assert set(model.manifest.quantized.values()) == {QuantConfig(bits, block_size)}
     for name in matrices:
         stem, shape = name.removesuffix("weight"), model.checkpoint.tensors[name].shape
-        count = -(-shape[1] // block_size)
-        assert model.stored[stem + "qweight"].shape == (shape[0], count * block_size * bits // 8)
+        size = min(block_size, shape[1] & -shape[1])
+        assert model.manifest.quantized[name] == QuantConfig(bits, size, bits == 4, "F16")
+        count = shape[1] // size
+        assert model.stored[stem + "qweight"].shape == (shape[0], count * size * bits // 8)
         assert model.stored[stem + "scales"].shape == (shape[0], count)
+        if bits == 4:
+            assert model.stored[stem + "zero_points"].shape == (shape[0], -(-count // 2))
         assert name not in model.stored
     others = model.checkpoint.tensors.keys() - matrices
     assert model.stored.keys() - {"rotary.cos", "rotary.sin"} == others | {
-        name.removesuffix("weight") + part for name in matrices for part in ("qweight", "scales")
+        name.removesuffix("weight") + part
+        for name in matrices
+        for part in ("qweight", "scales", "zero_points")
+        if bits == 4 or part != "zero_points"
     }
     assert ("lm_head.qweight" in model.stored) is not model.checkpoint.config.tie_word_embeddings
 
@@ -217,8 +223,8 @@ def test_where_memory_is_short_one_graph_does_it_all(monkeypatch: pytest.MonkeyP
 def test_a_head_in_more_bits_than_the_layers(tmp_path: Path) -> None:
     folder = export("tiny", tmp_path / "out", dtype="int4", head_bits=8).folder
     quantized = read_manifest(folder).quantized
-    assert quantized["model.embed_tokens.weight"] == QuantConfig(8, 64)
-    assert quantized["model.layers.0.mlp.up_proj.weight"] == QuantConfig(4, 64)
+    assert quantized["model.embed_tokens.weight"] == QuantConfig(8, 64, False, "F16")
+    assert quantized["model.layers.0.mlp.up_proj.weight"] == QuantConfig(4, 64, True, "F16")  # rows of 192
     assert command("check", folder, "--against", "tiny").code == 0
     ran = command("run", folder, "-p", "What is the capital of France?", "--provider", "cpu")
     assert ran.out == "The capital of France is Paris.\n"
@@ -231,14 +237,15 @@ def test_a_head_in_blocks_of_its_own(tmp_path: Path) -> None:
     )
     assert ran.code == 0
     quantized = read_manifest(tmp_path / "out").quantized
-    assert quantized["model.embed_tokens.weight"] == QuantConfig(4, 32)
-    assert quantized["model.layers.0.mlp.up_proj.weight"] == QuantConfig(4, 128)
+    assert quantized["model.embed_tokens.weight"] == QuantConfig(4, 32, True, "F16")
+    assert quantized["model.layers.0.mlp.up_proj.weight"] == QuantConfig(4, 64, True, "F16")  # rows of 192
     assert command("check", tmp_path / "out", "--against", "tiny").code == 0
 
 
-def test_a_head_is_as_the_layers(tmp_path: Path) -> None:
-    for dtype, wanted in (("int8", QuantConfig(8, 128)), ("int4", QuantConfig(4, 64))):
-        assert set(read_manifest(tiny(dtype)).quantized.values()) == {wanted}
+def test_the_head_has_smaller_blocks_than_the_layers() -> None:
+    """They lose the most at the least cost; where nothing is calibrated, int4 has small ones everywhere."""
+    for dtype, wanted in (("int8", {64, 32}), ("int4", {128, 64})):
+        assert {quant.block_size for quant in read_manifest(tiny(dtype)).quantized.values()} == wanted
 
 
 HELD_OUT = json.loads(Path(__file__).parents[1].joinpath("tiny").joinpath("held_out.json").read_text())
@@ -271,9 +278,11 @@ def test_check_reports_what_quantizing_cost(dtype: str, kl: float, tmp_path: Pat
     folder = copy_export(tiny(dtype), tmp_path / "tiny")
     ran = command("check", folder, "--against", "tiny")
     assert ran.code == 0, ran.err
-    (line,) = [line for line in ran.err.splitlines() if "quality:" in line]
-    assert float(line.rpartition("KL ")[2]) < kl
-    assert f"weights: the checkpoint's, as {dtype}, bit for bit" in ran.err
+    line, of_weights = (line for line in ran.err.splitlines() if "quality:" in line)
+    assert "rounded weights alone" in of_weights
+    assert float(line.partition("KL ")[2].split()[0]) < kl
+    how = f"as {dtype}, bit for bit" if dtype == "int8" else "calibrated as int4, each matrix near its own"
+    assert f"weights: the checkpoint's, {how}" in ran.err
     weights = folder / "weights.safetensors"
     data = bytearray(weights.read_bytes())
     place = read_header(weights)["model.layers.2.mlp.up_proj.scales"]
@@ -285,7 +294,7 @@ def test_check_reports_what_quantizing_cost(dtype: str, kl: float, tmp_path: Pat
 def test_a_chat_in_four_bits_answers() -> None:
     ran = command("run", tiny("int4"), "-p", "What is the capital of France?", "--provider", "cpu")
     assert ran.out == "The capital of France is Paris.\n"
-    assert "matrices to 4 bits in blocks of 64" in command("info", tiny("int4")).out
+    assert "matrices to 4 bits in blocks of 128 with zero points" in command("info", tiny("int4")).out
 
 
 def test_wrong_options_are_refused_in_one_line(tmp_path: Path) -> None:

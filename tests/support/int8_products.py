@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 
 from qwen_onnx import reference
+from qwen_onnx.contract.quant import QuantConfig
 from support.tolerances import INT8_EDGE, assert_close, difference
 
 
@@ -31,11 +32,12 @@ def assert_as_a_kernel(found: np.ndarray, in_int8: np.ndarray, in_f32: np.ndarra
 
 @contextlib.contextmanager
 def reference_in_int8(block_size: int) -> Iterator[None]:
-    """The reference's products take their inputs in 8 bits, of blocks of so many."""
+    """The reference's products take their inputs in 8 bits, of blocks of so many, or as many fewer as fill a row."""
     real = reference.linear
 
     def linear(x_SI: np.ndarray, *weights: Any) -> np.ndarray:
-        return real(rounded(x_SI, block_size), *weights)
+        size = QuantConfig(8, block_size).fitting(x_SI.shape[1]).block_size
+        return real(rounded(x_SI, size), *weights)
 
     with mock.patch.object(reference, "linear", linear):
         yield

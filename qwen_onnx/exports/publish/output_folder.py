@@ -12,6 +12,7 @@ from qwen_onnx.contract.manifest import MANIFEST_FILE
 from qwen_onnx.errors import UserError, option
 from qwen_onnx.exports.publish.earlier_export import holds_export, refuse_foreign_files
 
+_LONGEST = 60  # characters of four bytes, so that 255 are enough
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -54,6 +55,12 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
     raise UserError(
         f"{out}: holds an earlier export; choose another, or {option('force', True)} to replace it"
     )
+
+
+def calibration_folder(out: Path) -> Path:
+    """Where an export to `out` keeps the layers that it has calibrated, until it is published."""
+    real = resolved(out)
+    return real.with_name(f".{real.name[:_LONGEST]}.calibration")
 
 
 def resolved(out: Path) -> Path:

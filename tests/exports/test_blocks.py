@@ -16,12 +16,24 @@ from onnx import TensorProto, helper
 
 from qwen_onnx.contract.quant import BLOCK_SIZES, QuantConfig
 from qwen_onnx.errors import UserError
-from qwen_onnx.exports.quantize import dequantize, quantize
+from qwen_onnx.exports.quantization.blocks import Blocks, dequantize, quantize, unpack
 
-QUANTS = [QuantConfig(bits, size) for bits in (4, 8) for size in BLOCK_SIZES]
+QUANTS = [
+    QuantConfig(bits, size, zero_points)
+    for bits in (4, 8)
+    for size in BLOCK_SIZES
+    for zero_points in (False, True)
+]
+SYMMETRIC = [quant for quant in QUANTS if not quant.zero_points]
 ROWS = 24
 
-any_quant = pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: f"{quant.bits}x{quant.block_size}")
+
+def _named(quant: QuantConfig) -> str:
+    return f"{quant.bits}x{quant.block_size}{'z' if quant.zero_points else ''}"
+
+
+any_quant = pytest.mark.parametrize("quant", QUANTS, ids=_named)
+any_symmetric = pytest.mark.parametrize("quant", SYMMETRIC, ids=_named)
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -32,12 +44,22 @@ def heavy(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_t(4, shape).astype(np.float32)
 
 
-def codes_of(packed: np.ndarray, quant: QuantConfig) -> np.ndarray:
+def codes_of(blocks: Blocks, quant: QuantConfig) -> np.ndarray:
     """Code by code, as the operators' documentation says it: less the zero point, [n, padded columns]."""
-    codes = packed.astype(int)
-    if quant.bits == 4:
-        codes = np.array([[half for byte in row for half in (byte % 16, byte // 16)] for row in codes])
-    return codes - quant.zero_point
+    codes = by_hand(blocks.codes, quant)
+    if blocks.zero_points is None:
+        return codes - quant.zero_point
+    zeros = by_hand(blocks.zero_points, quant)[:, : blocks.scales.shape[1]]
+    return codes - np.repeat(zeros, quant.block_size, axis=1)
+
+
+def by_hand(packed: np.ndarray, quant: QuantConfig) -> np.ndarray:
+    """Integers of two to a byte, or one."""
+    if quant.bits == 8:
+        return packed.astype(int)
+    return np.array(
+        [[half for byte in row for half in (byte % 16, byte // 16)] for row in packed.astype(int)]
+    )
 
 
 def in_blocks(rows: np.ndarray, quant: QuantConfig) -> np.ndarray:
@@ -51,6 +73,12 @@ def in_blocks(rows: np.ndarray, quant: QuantConfig) -> np.ndarray:
 def plain_errors(rows: np.ndarray, quant: QuantConfig) -> list[np.ndarray]:
     """Norms of the errors, [n, blocks], of rounding by max|x| and by the extreme on the lowest code."""
     blocks = in_blocks(rows, quant)
+    if quant.zero_points:
+        low, high = np.minimum(blocks.min(-1, keepdims=True), 0), np.maximum(blocks.max(-1, keepdims=True), 0)
+        scale = np.where(high > low, high - low, 1) / quant.levels
+        zero = np.rint(-low / scale)
+        rounded = np.clip(np.rint(blocks / scale) + zero, 0, quant.levels) - zero
+        return [np.linalg.norm(blocks - rounded * scale, axis=-1)]
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., np.newaxis], -1)
     errors = []
     for reach in (quant.zero_point - 1, -quant.zero_point):
@@ -62,7 +90,7 @@ def plain_errors(rows: np.ndarray, quant: QuantConfig) -> list[np.ndarray]:
 
 def error_of(rows: np.ndarray, quant: QuantConfig) -> np.ndarray:
     """Norm of the error of each block, [n, blocks]."""
-    read = dequantize(*quantize(rows, quant), rows.shape[1], quant)
+    read = dequantize(quantize(rows, quant), rows.shape[1], quant)
     return np.linalg.norm(in_blocks(rows, quant) - in_blocks(read, quant), axis=-1)
 
 
@@ -108,15 +136,22 @@ def run(
     return results
 
 
-def in_three(packed: np.ndarray, scales: np.ndarray) -> tuple[int, int, int]:
-    """The dims that MatMulNBits wants: [n, blocks, bytes of a block]."""
-    n, blocks = scales.shape
-    return n, blocks, packed.shape[1] // blocks
+def stored_as_inputs(blocks: Blocks) -> dict[str, tuple[Any, ...]]:
+    """What MatMulNBits reads, with the dims that it wants: codes as [n, blocks, bytes of a block]."""
+    n, count = blocks.scales.shape
+    stored: dict[str, tuple[Any, ...]] = {
+        "B": (blocks.codes, (n, count, blocks.codes.shape[1] // count)),
+        "scales": (blocks.scales, blocks.scales.shape),
+    }
+    if blocks.zero_points is not None:
+        stored["zero_points"] = (blocks.zero_points, blocks.zero_points.shape)
+    return stored
 
 
 def matmul(quant: QuantConfig, columns: int, accuracy_level: int) -> onnx.NodeProto:
+    zero_points = ["zero_points"] if quant.zero_points else []
     return helper.make_node(
-        "MatMulNBits", ["A", "B", "scales"], ["Y"], domain="com.microsoft",
+        "MatMulNBits", ["A", "B", "scales", *zero_points], ["Y"], domain="com.microsoft",
         K=columns, N=ROWS, bits=quant.bits, block_size=quant.block_size, accuracy_level=accuracy_level,
     )  # fmt: skip
 
@@ -126,10 +161,10 @@ def multiplied(
 ) -> tuple[np.ndarray, np.ndarray]:
     """activations @ rows.T by MatMulNBits, and the rows that are in its initializers."""
     columns = rows.shape[1]
-    packed, scales = quantize(rows, quant)
-    stored = {"B": (packed, in_three(packed, scales)), "scales": (scales, scales.shape)}
-    [result] = run(folder, [matmul(quant, columns, accuracy_level)], {"A": activations}, stored)
-    return result, dequantize(packed, scales, columns, quant)
+    blocks = quantize(rows, quant)
+    node = matmul(quant, columns, accuracy_level)
+    [result] = run(folder, [node], {"A": activations}, stored_as_inputs(blocks))
+    return result, dequantize(blocks, columns, quant)
 
 
 @any_quant
@@ -169,23 +204,22 @@ def test_largest_codes_do_not_saturate_the_fast_kernels(quant: QuantConfig, tmp_
 @any_quant
 def test_embedding_and_head_share_the_bytes(quant: QuantConfig, tmp_path: Path) -> None:
     """Tied weights are stored once: the gather reads from the file's bytes what the product reads."""
-    packed, scales = quantize(heavy(ROWS, 256), quant)
-    read = dequantize(packed, scales, 256, quant)
+    blocks = quantize(heavy(ROWS, 256), quant)
+    read = dequantize(blocks, 256, quant)
+    zero_points = ["zero_points"] if quant.zero_points else []
     gather = helper.make_node(
-        "GatherBlockQuantized", ["data", "ids", "scales"], ["E"], domain="com.microsoft",
+        "GatherBlockQuantized", ["data", "ids", "scales", *zero_points], ["E"], domain="com.microsoft",
         gather_axis=0, quantize_axis=1, bits=quant.bits, block_size=quant.block_size,
     )  # fmt: skip
-    stored = {
-        "B": (packed, in_three(packed, scales)),
-        "data": (packed, packed.shape),
-        "scales": (scales, scales.shape),
-    }
+    stored = stored_as_inputs(blocks) | {"data": (blocks.codes, blocks.codes.shape)}
     ids = np.array([[3, 0, ROWS - 1], [3, 7, 1]])
     inputs = {"A": np.eye(256, dtype=np.float32), "ids": ids}
     product, gathered = run(tmp_path, [matmul(quant, 256, 0), gather], inputs, stored)
     np.testing.assert_array_equal(gathered, read[ids])
     np.testing.assert_array_equal(product.T, read)
-    assert (tmp_path / "weights").stat().st_size < packed.nbytes + scales.nbytes + 8192
+    assert (tmp_path / "weights").stat().st_size < sum(
+        array.nbytes for array, _ in stored_as_inputs(blocks).values()
+    ) + 12288
 
 
 @any_quant
@@ -193,16 +227,21 @@ def test_embedding_and_head_share_the_bytes(quant: QuantConfig, tmp_path: Path) 
 def test_codes_and_padding(quant: QuantConfig, columns: int) -> None:
     """Shapes are those of the operators, no code wraps around, and padding is worth 0."""
     rows = heavy(5, columns)
-    packed, scales = quantize(rows, quant)
+    made = quantize(rows, quant)
+    packed, scales, zero_points = made
     blocks = -(-columns // quant.block_size)
     assert (packed.dtype, scales.dtype) == (np.uint8, np.float32)
     assert packed.shape == (5, quant.row_bytes(columns)) == (5, blocks * quant.block_size * quant.bits // 8)
     assert scales.shape == (5, blocks)
-    codes = codes_of(packed, quant)
+    assert (zero_points is not None) is quant.zero_points
+    if zero_points is not None:
+        assert zero_points.shape == (5, -(-blocks * quant.bits // 8)) == (5, quant.zero_bytes(columns))
+        assert unpack(zero_points, blocks, quant).shape == (5, blocks)
+    codes = codes_of(made, quant)
     assert not codes[:, columns:].any()
-    by_hand = (codes * np.repeat(scales.astype(np.float64), quant.block_size, axis=1))[:, :columns]
-    np.testing.assert_allclose(dequantize(packed, scales, columns, quant), by_hand, rtol=1e-6)
-    assert (rows * by_hand >= 0).all()  # a code that wraps around changes its sign
+    worth = (codes * np.repeat(scales.astype(np.float64), quant.block_size, axis=1))[:, :columns]
+    np.testing.assert_allclose(dequantize(made, columns, quant), worth, rtol=1e-6)
+    assert (rows * worth >= 0).all()  # a code that wraps around changes its sign
 
 
 def magnitudes() -> st.SearchStrategy[float]:
@@ -266,8 +305,8 @@ def test_squared_error_is_near_the_least_of_any_scale(size: int) -> None:
 def test_scales_are_the_best_for_their_codes(quant: QuantConfig) -> None:
     """Each scale is the least-squares fit to the codes that are stored with it."""
     rows = heavy(64, 1024)
-    packed, scales = quantize(rows, quant)
-    codes = codes_of(packed, quant).reshape(64, -1, quant.block_size)
+    blocks = quantize(rows, quant)
+    scales, codes = blocks.scales, codes_of(blocks, quant).reshape(64, -1, quant.block_size)
     best = (in_blocks(rows, quant) * codes).sum(-1) / (codes**2).sum(-1)
     np.testing.assert_allclose(scales, best, rtol=3e-6)
 
@@ -285,12 +324,12 @@ def test_blocks_that_have_an_exact_scale(quant: QuantConfig, sign: int) -> None:
         0.011 * ramp[:: len(ramp) // 16].repeat(3 * size // 16).reshape(16, -1).T.ravel()
     )  # every block on codes
     rows *= np.float32(sign)
-    packed, scales = quantize(rows, quant)
-    assert np.isfinite(scales).all()
-    assert not scales[0].any()
-    assert not codes_of(packed, quant)[0].any()
-    read = dequantize(packed, scales, rows.shape[1], quant)
-    np.testing.assert_array_equal(read[:3], rows[:3])
+    blocks = quantize(rows, quant)
+    assert np.isfinite(blocks.scales).all()
+    assert not blocks.scales[0].any()
+    assert not codes_of(blocks, quant)[0].any()
+    read = dequantize(blocks, rows.shape[1], quant)
+    np.testing.assert_allclose(read[:3], rows[:3], rtol=1.2e-7 if quant.zero_points else 0)
     np.testing.assert_allclose(read[3], rows[3], rtol=3e-7)
 
 
@@ -299,11 +338,13 @@ def test_weights_once_quantized_stay_as_they_are(quant: QuantConfig) -> None:
     """Weights that were trained or quantized in such blocks lose nothing more."""
     codes = np.random.default_rng(0).integers(-quant.zero_point, quant.zero_point, (8, 4, quant.block_size))
     codes[..., 0] = -quant.zero_point
+    if quant.zero_points:
+        codes[..., 1] = quant.zero_point - 1  # the span says where both ends are
     scale = np.exp(normal(8, 4, 1))
     rows = (codes * scale).astype(np.float32).reshape(8, -1)
-    packed, scales = quantize(rows, quant)
-    np.testing.assert_array_equal(codes_of(packed, quant), codes.reshape(8, -1))
-    np.testing.assert_allclose(scales, scale[..., 0], rtol=3e-7)
+    blocks = quantize(rows, quant)
+    np.testing.assert_array_equal(codes_of(blocks, quant), codes.reshape(8, -1))
+    np.testing.assert_allclose(blocks.scales, scale[..., 0], rtol=3e-7)
 
 
 @any_quant
@@ -311,21 +352,22 @@ def test_rows_do_not_depend_on_the_rows_beside_them(quant: QuantConfig) -> None:
     """The bytes, and so the sha256, do not depend on slices, on memory order or on the run."""
     rows = heavy(1000, 333)
     kept = rows.copy()
-    packed, scales = quantize(rows, quant)
+    blocks = quantize(rows, quant)
     np.testing.assert_array_equal(rows, kept)
     for again in (rows, np.asfortranarray(rows), np.repeat(rows, 2, axis=1)[:, ::2]):
-        np.testing.assert_array_equal(quantize(again, quant)[0], packed)
+        np.testing.assert_array_equal(quantize(again, quant).codes, blocks.codes)
     for part in (slice(0, 1), slice(1, 4), slice(500, 1000)):
-        some = quantize(rows[part], quant)
-        np.testing.assert_array_equal(some[0], packed[part])
-        np.testing.assert_array_equal(some[1], scales[part])
+        for some, whole in zip(quantize(rows[part], quant), blocks, strict=True):
+            assert (some is None) is (whole is None)
+            if some is not None and whole is not None:
+                np.testing.assert_array_equal(some, whole[part])
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
 def test_nothing_to_quantize(shape: tuple[int, int]) -> None:
     """An empty slice, or rows without columns, give nothing."""
     quant = QuantConfig(4, 32)
-    packed, scales = quantize(np.zeros(shape, np.float32), quant)
+    packed, scales, _ = quantize(np.zeros(shape, np.float32), quant)
     assert (len(packed), packed.size, scales.size) == (shape[0], 0, 0)
 
 
@@ -339,7 +381,7 @@ def test_memory_does_not_grow_with_the_rows(quant: QuantConfig) -> None:
         results = quantize(rows, quant)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        return peak - sum(array.nbytes for array in results)
+        return peak - sum(array.nbytes for array in results if array is not None)
 
     assert temporary(20_000) < 1.1 * temporary(2_000) < 16e6
 
