@@ -77,10 +77,8 @@ def check_export(
         yield _finding(_check_graph, folder, graph)
     if checkpoint is not None:
         fault = _foreign_weights(folder, manifest, checkpoint)
-        how = f"as {manifest.dtype}, bit for bit"
-        if manifest.calibration is not None:
-            how = f"calibrated as {manifest.dtype}, each matrix near its own; the others bit for bit"
-        yield Finding(fault is None, fault or f"weights: the checkpoint's, {how}")
+        how = "calibrated, each matrix near its own" if manifest.calibration else "bit for bit"
+        yield Finding(fault is None, fault or f"weights: the checkpoint's, as {manifest.dtype}, {how}")
         if fault is not None:
             return
     try:

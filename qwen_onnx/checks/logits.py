@@ -78,7 +78,8 @@ def check_quality(chat: Chat, manifest: Manifest, checkpoint: Checkpoint) -> Ite
     yield Finding(
         True,
         f"quality: rounded weights alone, computed with in f32: KL {of_weights.kl:.2g}, "
-        f"top-1 {of_weights.top1:.0%}, perplexity {of_weights.perplexity:.4g}; what is more is that of activations in 8 bits",
+        f"top-1 {of_weights.top1:.0%}, perplexity {of_weights.perplexity:.4g}; "
+        "the rest is that of activations in 8 bits",
     )
 
 

@@ -11,7 +11,7 @@ from qwen_onnx.contract import EXPORT_DTYPES, INPUT_IDS, LAYOUTS, LOWERINGS, OF_
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.json_file import from_json, read_json
 from qwen_onnx.contract.old_formats import from_format_2
-from qwen_onnx.contract.quant import QuantConfig
+from qwen_onnx.contract.quant import Calibration, Quality, QuantConfig
 from qwen_onnx.errors import UserError
 
 FORMAT_VERSION = 3
@@ -78,30 +78,6 @@ class Golden:
 
 
 @dataclasses.dataclass(frozen=True)
-class Calibration:
-    """What a model read while its matrices were quantized."""
-
-    text: str
-    """`auto` for the package's own, else the name of a file."""
-    sha256: str
-    """Of the token ids."""
-    tokens: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Quality:
-    """What quantizing cost, over a text that no calibration has seen."""
-
-    positions: int
-    kl: float
-    """Mean KL divergence from the checkpoint in f32, in nats."""
-    top1: float
-    """Share of positions at which both have the same likeliest token."""
-    perplexity: float
-    checkpoint_perplexity: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Manifest:
     """The content of export.json."""
 
@@ -127,9 +103,7 @@ class Manifest:
     quantized: dict[str, QuantConfig]
     """What was done to which of the checkpoint's matrices; all else is f32 then."""
     calibration: Calibration | None = None
-    """None: matrices are rounded one by one."""
     quality: Quality | None = None
-    """None: not measured."""
     golden: Golden | None = None
     target: str = "onnxruntime"
     """One of TARGETS."""
@@ -150,9 +124,8 @@ class Manifest:
             if graph.entry == entry and provider in graph.providers:
                 return graph
         known = sorted({provider for graph in self.graphs for provider in graph.providers})
-        raise UserError(
-            f"this export has no {entry} graph for {provider}; it has graphs for {', '.join(known)}"
-        )
+        have = ", ".join(known)
+        raise UserError(f"this export has no {entry} graph for {provider}; it has graphs for {have}")
 
 
 def read_manifest(folder: Path) -> Manifest:

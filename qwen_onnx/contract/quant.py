@@ -1,4 +1,4 @@
-"""How matrices are quantized."""
+"""How matrices are quantized, and what it cost."""
 
 from __future__ import annotations
 
@@ -95,6 +95,30 @@ class QuantPlan:
         """Of a part as `part_of` names it, whose matrices have so many columns."""
         found = self.head if part == "head" else dict(self.parts).get(part, self.layers)
         return found.fitting(columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What a model read while its matrices were quantized; without one they were rounded one by one."""
+
+    text: str
+    """`auto` for the package's own, else the name of a file."""
+    sha256: str
+    """Of the token ids."""
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """What quantizing cost, over a text that no calibration has seen; where it was measured."""
+
+    positions: int
+    kl: float
+    """Mean KL divergence from the checkpoint in f32, in nats."""
+    top1: float
+    """Share of positions at which both have the same likeliest token."""
+    perplexity: float
+    checkpoint_perplexity: float
 
 
 def part_of(name: str) -> str | None:

@@ -10,14 +10,16 @@ from typing import NamedTuple
 
 from qwen_onnx.checkpoints.checkpoint import Checkpoint
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor
-from qwen_onnx.contract.manifest import Calibration
+from qwen_onnx.contract.quant import Calibration, QuantPlan
 from qwen_onnx.errors import UserError, option
 from qwen_onnx.exports.options import ExportOptions
+from qwen_onnx.exports.quantization.budget import matrix_weights, measured_choices, plan_of
 from qwen_onnx.exports.quantization.calibrate import calibrate, estimated_seconds
 from qwen_onnx.exports.quantization.text import calibration_text
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer
 
+_LOOKING = 0.3  # share of the time in which it is found out where bits count
 Calibrating = Callable[[float, float], None]
 """Told the share of the calibration that is done, 0 to 1, and the seconds that all of it is estimated to take."""
 
@@ -34,6 +36,8 @@ class TextSide(NamedTuple):
 class Calibrated(NamedTuple):
     """Matrices in blocks, by the names of the export's tensors; none where weights are rounded one by one."""
 
+    plan: QuantPlan | None
+    """How each of them is quantized."""
     tensors: dict[str, StoredTensor]
     calibration: Calibration | None
     notes: tuple[str, ...]
@@ -54,25 +58,39 @@ def calibrated(
     """
     quant, given = options.quant, options.calibration
     if quant is None or given is None:
-        yield Calibrated({}, None, ())
+        yield Calibrated(quant, {}, None, ())
         return
     if text.tokenizer is None:
-        if options.calibrate is not None:
+        if options.calibrate is not None or options.bits is not None:
             raise UserError(
                 f"{option('calibrate', given)}: {checkpoint.folder} has no tokenizer.json to read a text with; "
                 f"use {option('calibrate', 'none')}"
             )
         yield Calibrated(
-            {}, None, ("not calibrated, for want of a tokenizer: the weights are rounded one by one",)
+            quant, {}, None, ("not calibrated, for want of a tokenizer: the weights are rounded one by one",)
         )
         return
+    config = checkpoint.config
     said = calibration_text(
-        given, text.tokenizer, text.template, context_length=checkpoint.config.context_length
-    )
+        given, text.tokenizer, text.template,
+        context_length=config.context_length, columns=max(config.hidden_size, config.intermediate_size),
+    )  # fmt: skip
     seconds = estimated_seconds(checkpoint, quant, said)
+    looking = 0.0 if options.bits is None else _LOOKING
     try:
-        found = calibrate(checkpoint, quant, said, folder, lambda done, what: progress(done, seconds))
-        yield Calibrated(found, Calibration(said.name, said.sha256, said.windows.size), ())
+        if options.bits is not None:
+            choices = measured_choices(
+                checkpoint, quant, said, lambda done: progress(done * looking, seconds)
+            )
+            quant = plan_of(options.bits, quant, choices, matrix_weights(checkpoint))
+        found = calibrate(
+            checkpoint,
+            quant,
+            said,
+            folder,
+            lambda done, what: progress(looking + done * (1 - looking), seconds),
+        )
+        yield Calibrated(quant, found, Calibration(said.name, said.sha256, said.windows.size), ())
     except KeyboardInterrupt:
         raise
     except BaseException:

@@ -98,6 +98,8 @@ def export_model(
             with calibrated(
                 checkpoint, options, text, folder=calibration_folder(out), progress=calibrating
             ) as ready:
+                if ready.plan is not None:
+                    writer.quantize_as(ready.plan)
                 _write_files(writer, link=options.link, calibrated=ready.tensors)
             layout_notes = writer.write_layout(text.eos_token_ids)
             checkpoint.verify_unchanged()

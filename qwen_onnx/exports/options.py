@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qwen_onnx.contract import DTYPE_SPELLINGS, EXPORT_DTYPES, LAYOUTS, QUANTIZED, TARGETS, WEIGHTS_ORDERS
 from qwen_onnx.contract.quant import BITS, BLOCK_SIZES, QuantConfig, QuantPlan
 from qwen_onnx.errors import UserError, option
-from qwen_onnx.option_kinds import Count, Name, OneOf, Switch, Text
+from qwen_onnx.option_kinds import Count, Name, Number, OneOf, Switch, Text
 from qwen_onnx.options import Options, declare
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class ExportOptions(Options):
     head_block_size: int | None = declare(
         None, OneOf(BLOCK_SIZES), "Their block size; default int8 32, int4 64 (or 32).", _QUANT
     )
+    bits: float | None = declare(
+        None, Number(4, 9), "Mean bits a weight, spent where they count.", _QUANT,
+        about="Mean bits a weight, scales included: parts that lose most get smaller blocks or 8 bits.",
+    )  # fmt: skip
     calibrate: str | None = declare(
         None, Text(), "auto (int4's default), none, or a text FILE.", _QUANT,
         about="What the model reads to round its weights: auto for the package's own text, none, or a text file.",
@@ -81,9 +85,14 @@ class ExportOptions(Options):
             object.__setattr__(self, "layout", "plain")
             object.__setattr__(self, "weights_order", "panels")
         if self.dtype not in QUANTIZED:
-            for name in ("block_size", "head_bits", "head_block_size", "calibrate"):
+            for name in ("block_size", "head_bits", "head_block_size", "bits", "calibrate"):
                 if getattr(self, name) is not None:
                     raise UserError(f"{option(name)} is for int8 and int4, not {self.dtype}")
+        if self.bits is not None and self.dtype != "int4":
+            raise UserError(f"{option('bits')} is for int4, from which some parts get more")
+        if self.bits is not None and self.calibration is None:
+            none = option("calibrate", "none")
+            raise UserError(f"{option('bits')} needs a text, to see where bits count; drop {none}")
         panels = option("weights_order", "panels")
         if self.in_panels and self.dtype != "f32":
             how = "repacks their weights" if self.dtype in QUANTIZED else "makes f32 of their weights"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from qwen_onnx.checkpoints.checkpoint import Checkpoint
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor
-from qwen_onnx.contract.manifest import Quality
+from qwen_onnx.contract.quant import Quality
 from qwen_onnx.exports.quantization.forward import Decoder, Floats, Read
 from qwen_onnx.exports.weights import rows_of
 from qwen_onnx.runners.model.runner import Runner
@@ -21,7 +21,7 @@ from qwen_onnx.runners.runtime.options import SessionOptions
 KL_BOUNDS = {"int8": 0.05, "int4": 0.5}
 """Most KL divergence, in nats, that an export of this dtype should have: four times what a real model had."""
 MOST_LOST = {4: 0.5, 8: 0.1}
-"""By bits: ||W - Q|| / ||W|| of a matrix that was calibrated; a real model's had 0.3 and 0.01, another matrix has 1.4."""
+"""By bits, ||W - Q|| / ||W|| of a calibrated matrix: a real model's had 0.3 and 0.01, another has 1.4."""
 _POSITIONS = 128  # of which logits are held at a time
 
 Ids = NDArray[np.int64]

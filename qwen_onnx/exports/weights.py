@@ -142,14 +142,16 @@ def quant_of(tensor: StoredTensor, plan: QuantPlan) -> QuantConfig | None:
     return None if part is None else plan.of(part, tensor.shape[1])
 
 
-def rows_of(tensor: StoredTensor, together: int = 1, *, nbytes: int = PIECE) -> Iterator[NDArray[np.float32]]:
+def rows_of(
+    tensor: StoredTensor, together: int = 1, *, nbytes: int | None = None
+) -> Iterator[NDArray[np.float32]]:
     """A matrix as f32, some multiple of `together` rows at a time, fewer at the end; a vector as one row.
 
     Args:
-        nbytes: of the f32 numbers, at most, where a row has no more.
+        nbytes: of the f32 numbers, at most, where a row has no more; default PIECE.
     """
     columns, source = tensor.shape[-1], FLOAT_DTYPES[tensor.dtype]
-    rows = max(1, nbytes // (4 * columns * together)) * together
+    rows = max(1, (nbytes or PIECE) // (4 * columns * together)) * together
     for piece in tensor.chunks(rows * columns * source.itemsize):
         values = np.frombuffer(piece, source)
         wide = _bf16_to_f32(values) if source == ml_dtypes.bfloat16 else values.astype(np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -15,7 +16,7 @@ from qwen_onnx.checkpoints.safetensors_file import StoredTensor
 from qwen_onnx.contract import DTYPES
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.manifest import FileSpec, GraphSpec, is_weights
-from qwen_onnx.contract.quant import QuantConfig
+from qwen_onnx.contract.quant import QuantConfig, QuantPlan
 from qwen_onnx.errors import UserError, option
 from qwen_onnx.exports.graph_file import StoredParameter, save_graph
 from qwen_onnx.exports.layouts.known import PORTABLE_DTYPES
@@ -62,8 +63,14 @@ class Writer:
         match_tensors(own, checkpoint, {tensor.name for tensor in self._rotary})
         self.quantized: dict[str, QuantConfig] = {}
         if kind.quant is not None:
-            found = {name: quant_of(tensor, kind.quant) for name, tensor in checkpoint.tensors.items()}
-            self.quantized = {name: quant for name, quant in found.items() if quant is not None}
+            self.quantize_as(kind.quant)
+
+    def quantize_as(self, quant: QuantPlan) -> None:
+        """Which matrices are quantized, and how; before weights are placed and graphs written."""
+        self.kind = dataclasses.replace(self.kind, quant=quant)
+        self._plans = graph_plans(self.checkpoint.config, self.kind)
+        found = {name: quant_of(tensor, quant) for name, tensor in self.checkpoint.tensors.items()}
+        self.quantized = {name: own for name, own in found.items() if own is not None}
 
     def place_weights(self, calibrated: Mapping[str, StoredTensor]) -> Parts:
         """What each weights file will hold, and where; nothing is written yet.

@@ -61,7 +61,9 @@ class Quantized:
             return self.stored[name].numpy()
         stem, columns = name.removesuffix("weight"), self.checkpoint.tensors[name].shape[1]
         zero_points = self.stored[stem + "zero_points"].numpy() if quant.zero_points else None
-        blocks = Blocks(self.stored[stem + "qweight"].numpy(), self.stored[stem + "scales"].numpy(), zero_points)
+        blocks = Blocks(
+            self.stored[stem + "qweight"].numpy(), self.stored[stem + "scales"].numpy(), zero_points
+        )
         return dequantize(blocks, columns, quant)
 
     def wanted(self, ids: np.ndarray) -> np.ndarray:
@@ -281,8 +283,8 @@ def test_check_reports_what_quantizing_cost(dtype: str, kl: float, tmp_path: Pat
     line, of_weights = (line for line in ran.err.splitlines() if "quality:" in line)
     assert "rounded weights alone" in of_weights
     assert float(line.partition("KL ")[2].split()[0]) < kl
-    how = f"as {dtype}, bit for bit" if dtype == "int8" else "calibrated as int4, each matrix near its own"
-    assert f"weights: the checkpoint's, {how}" in ran.err
+    how = "bit for bit" if dtype == "int8" else "calibrated, each matrix near its own"
+    assert f"weights: the checkpoint's, as {dtype}, {how}" in ran.err
     weights = folder / "weights.safetensors"
     data = bytearray(weights.read_bytes())
     place = read_header(weights)["model.layers.2.mlp.up_proj.scales"]

@@ -70,7 +70,15 @@ def test_other_format_version(manifest: Manifest, refuse: Callable[..., str], ve
 
 def test_each_missing_key(manifest: Manifest, refuse: Callable[..., str]) -> None:
     """But for those that have a default, which holds for every model."""
-    for key in raw(manifest).keys() - {"golden", "target", "layout", "panel_rows", "samples"}:
+    for key in raw(manifest).keys() - {
+        "golden",
+        "target",
+        "layout",
+        "panel_rows",
+        "samples",
+        "calibration",
+        "quality",
+    }:
         refuse({name: value for name, value in raw(manifest).items() if name != key})
     for place in ("graphs", "inputs", "outputs"):
         for key in first(raw(manifest), place):

@@ -39,6 +39,9 @@ def plans(config: QwenConfig) -> Iterator[tuple[str, GraphPlan]]:
     for bits in (4, 8):
         quant = QuantPlan(QuantConfig(bits, 32), QuantConfig(8, 16))
         kinds[f"int{bits}"] = ExportKind(f"int{bits}", plain, quant=quant)
+    zero_points, eight = QuantConfig(4, 64, True, "F16"), QuantConfig(8, 32, scales="F16")
+    mixed = QuantPlan(zero_points, zero_points, (("1.down", eight), ("0.qkv", eight)))
+    kinds["int4-mixed"] = ExportKind("int4", plain, quant=mixed)
     for rows in (8, 16):
         if not misfit(config, rows):
             kinds[f"panels{rows}"] = ExportKind("f32", plain, panel_rows=rows)

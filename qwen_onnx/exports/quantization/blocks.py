@@ -108,8 +108,8 @@ def dequantize(blocks: Blocks, columns: int, quant: QuantConfig) -> Floats:
 def fit(values: Floats, scaled: Floats, codes: Floats, quant: QuantConfig) -> tuple[Floats, Floats]:
     """Leave each block's codes, less the zero point, in `codes`; return scales and zero points, f32 [blocks] each.
 
-    Scales are numbers of the type that they are stored in. All three arrays are f32 [block_size, blocks]; the first two
-    are overwritten.
+    Scales are numbers of the type that they are stored in. All three arrays are f32 [block_size, blocks]; the first
+    two are overwritten.
 
     Raises:
         ValueError: NaN or an infinity, or more than a scale can hold.

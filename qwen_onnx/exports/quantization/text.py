@@ -16,8 +16,9 @@ from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
 from qwen_onnx.runners.text.tokenizer import Tokenizer
 
-WINDOW, WINDOWS = 512, 24
-"""Tokens that see each other, and how many times so many are read."""
+WINDOW, WINDOWS = 512, 32
+"""Tokens that see each other, and how many times so many are read at most."""
+_ENOUGH = 10  # tokens for each input of the widest matrix: more change little
 _FILE = "text.json"
 
 Windows = NDArray[np.int64]
@@ -39,28 +40,34 @@ class CalibrationText:
 
 
 def calibration_text(
-    given: str, tokenizer: Tokenizer, template: ChatTemplate | None, *, context_length: int
+    given: str, tokenizer: Tokenizer, template: ChatTemplate | None, *, context_length: int, columns: int
 ) -> CalibrationText:
     """The text of `--calibrate auto`, of several kinds and languages, or that of a file.
+
+    Args:
+        columns: of the widest matrix.
 
     Raises:
         UserError: the file cannot be read, or is too short.
     """
     size = min(WINDOW, context_length)
     if given == "auto":
-        return CalibrationText(given, _windows(_own("calibration", tokenizer, template), size))
+        return CalibrationText(
+            given, _windows(_own("calibration", tokenizer, template), size, _ENOUGH * columns)
+        )
     ids = tokenizer.encode(read_text(Path(given)), add_special_tokens=False)
     if len(ids) < size:
         raise UserError(
             f"{option('calibrate', given)}: the file has {len(ids)} tokens, {size} or more are wanted; "
             f"{WINDOW * WINDOWS:,} are read"
         )
-    return CalibrationText(Path(given).name, _windows(ids, size))
+    return CalibrationText(Path(given).name, _windows(ids, size, _ENOUGH * columns))
 
 
 def held_out_ids(tokenizer: Tokenizer, template: ChatTemplate | None, *, context_length: int) -> Windows:
     """Two windows or a little more of text that no calibration has seen, int64 [windows, tokens]."""
-    return _windows(_own("held_out", tokenizer, template), min(WINDOW, context_length))
+    ids = _own("held_out", tokenizer, template)
+    return _windows(ids, min(WINDOW, context_length), len(ids))
 
 
 def _own(part: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:
@@ -85,9 +92,9 @@ def _conversation(messages: list[dict[str, str]], template: ChatTemplate | None)
     return "\n\n".join(message["content"] for message in messages)
 
 
-def _windows(ids: list[int], size: int) -> Windows:
+def _windows(ids: list[int], size: int, enough: int) -> Windows:
     """Of ids that are enough for more, windows at equal distances."""
     found = len(ids) // size
-    count = min(found, WINDOWS * WINDOW // size)
+    count = min(found, max(1, min(enough, WINDOWS * WINDOW) // size))
     starts = np.linspace(0, found - 1, count).round().astype(int) * size
     return np.array([ids[start : start + size] for start in starts], np.int64)
