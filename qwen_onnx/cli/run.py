@@ -28,7 +28,7 @@ from qwen_onnx.runners.processor import Processor
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
 from qwen_onnx.runners.sampling.grammar import verify_regex
-from qwen_onnx.runners.sampling.params import DRAWING, GREEDY
+from qwen_onnx.runners.sampling.params import DRAWING, GREEDY, idle_note
 from qwen_onnx.runners.sampling.request import Request
 from qwen_onnx.runners.text.prompts import PromptIds
 
@@ -101,6 +101,8 @@ def _verified(
     request = processor.request(bounded(processor, asked))
     special = {"on_device": session.greedy_on_device, "speculate": session.speculate}
     verify_plain(request, **special)
+    if options.batch is None and (note := idle_note(processor.generation_config.given, asked)):
+        tell(note)  # lines may ask for something else
     if options.batch is not None:
         verify_not_alone(**special)
     context = context_of(processor.manifest, session.max_context, session.provider)
