@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from qwen_onnx.contract.cache_spec import CacheSpec
 from qwen_onnx.contract.manifest import Manifest, is_weights
-from qwen_onnx.errors import UserError, option
+from qwen_onnx.errors import UserError, counted, option
 from qwen_onnx.runners.model.buffers import HOST_TYPES
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
@@ -130,7 +130,7 @@ def _load(path: Path, file: BinaryIO, runner: Runner) -> tuple[KVCache, list[dic
         raise damaged
     if length > runner.context_length:
         raise UserError(
-            f"{path}: {length} tokens were saved, the context holds {runner.context_length}; "
+            f"{path}: {counted(length, 'token')} {'was' if length == 1 else 'were'} saved, the context holds {runner.context_length}; "
             f"raise {option('max_context')}"
         )
     digest = hashlib.sha256(header.content)

@@ -201,13 +201,12 @@ def bench(
     verify_provider(options.provider)
     folder = export_folder(model, made(ModelOptions, of_model), provider=options.provider)
     from qwen_onnx.checks.benchmark import run_benchmark  # which imports what makes graphs
-    from qwen_onnx.cli.bench import as_json as to_json
-    from qwen_onnx.cli.bench import as_lines
+    from qwen_onnx.cli import bench as shown
 
     found = run_benchmark(
         folder, options, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
     )
-    answer(as_json_line(to_json(found))) if as_json else show(*as_lines(found))
+    answer(as_json_line(shown.as_json(found))) if as_json else show(*shown.as_lines(found))
 
 
 @app.command()
@@ -217,7 +216,9 @@ def score(
     of_model: Given,
     session: Given,
     model: Model,
-    file: Annotated[str, typer.Argument(help="UTF-8 text, or - for stdin.", show_default=False)],
+    file: Annotated[
+        str, typer.Argument(help="UTF-8 text without its last line break; - is stdin.", show_default=False)
+    ],
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Show each token with its log-probability.")
     ] = False,

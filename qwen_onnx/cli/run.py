@@ -133,7 +133,10 @@ def _complete(
             tell(f"({result.finish_reason})")
     if options.stats:
         print_stats(chat, result)
-    if (cut := result.cut(chat.request(asked))) is not None:
+    request = chat.request(asked)
+    if (note := result.early_end(request)) is not None:
+        tell(note)
+    if (cut := result.cut(chat, request)) is not None:
         raise UserError(cut)
     return 130 if result.finish_reason == "interrupted" else 0
 
@@ -143,7 +146,7 @@ def _chat(chat: Chat, options: RunOptions, asked: Given, printer: Printer) -> in
     repl = Repl(
         chat,
         asked,
-        system=as_typed(options.system) if options.system else None,
+        system=_text(options.system, "--system") or None,
         raw=options.raw,
         shift=options.context_full == "shift",
         print_token=printer.print_token,
@@ -176,6 +179,19 @@ def _greedy(asked: Given) -> Given:
     return {**GREEDY, **{name: value for name, value in asked.items() if name not in DRAWING}}
 
 
+def _text(given: str | None, origin: str) -> str:
+    """What was given, or nothing.
+
+    Raises:
+        UserError: its bytes are no text.
+    """
+    try:
+        return as_typed(given or "")
+    except UnicodeError as error:
+        at = f" (byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
+        raise UserError(f"{origin}: not UTF-8{at}") from None
+
+
 def _stdin() -> TextIO:
     if sys.stdin is None:  # closed, as `<&-` does
         raise UserError("stdin is closed: give the prompt with -p or --prompt-ids")
@@ -190,17 +206,17 @@ def _prompt(options: RunOptions) -> str | list[int] | list[Message]:
             return [int(part) for part in options.prompt_ids.split(",")]
         except ValueError:
             raise UserError(f"--prompt-ids {options.prompt_ids!r}: whole numbers wanted, as 1,2,3") from None
-    text = "" if options.prompt is None else as_typed(options.prompt)
+    text = _text(options.prompt, "-p")
     if options.prompt is None or is_piped():
         try:
-            piped = as_typed(_stdin().read().removesuffix("\n"))
+            piped = _text(_stdin().read(), "stdin")
         except UnicodeDecodeError as error:
-            raise UserError(f"stdin is not {error.encoding} text ({error.reason})") from None
+            raise UserError(f"stdin: not {error.encoding} (byte {error.start})") from None
+        piped = piped.removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
         # As elsewhere: the question, then what it is about.
         text = piped if options.prompt is None else f"{text}\n\n{piped}" if piped.strip() else text
     if options.raw:
         return text
-    system: list[Message] = (
-        [{"role": "system", "content": as_typed(options.system)}] if options.system else []
-    )
+    said = _text(options.system, "--system")
+    system: list[Message] = [{"role": "system", "content": said}] if said else []
     return [*system, {"role": "user", "content": text}]

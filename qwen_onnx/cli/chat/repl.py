@@ -61,8 +61,8 @@ class Repl:
             except EOFError:
                 tell("")
                 return 0
-            except UnicodeDecodeError as error:
-                tell(f"error: what was typed is not {error.encoding} text")
+            except UnicodeError as error:
+                tell(f"error: what was typed is no text ({error})")
                 continue
             except KeyboardInterrupt:
                 if interrupted:
