@@ -149,11 +149,11 @@ def check(
     """Check hashes, graphs and greedy ids of an export; with --against, its weights and logits too."""
     options = made(SessionOptions, session)
     from qwen_onnx.checks.known_runtimes import verify_runtime
-    from qwen_onnx.cli.open_model import export_folder, verify_checkpoint
+    from qwen_onnx.cli.open_model import export_to_open, verify_checkpoint
     from qwen_onnx.contract.manifest import read_manifest
 
     asked = made(ModelOptions, of_model)
-    folder = export_folder(model, asked, provider=options.provider)
+    folder = export_to_open(model, asked, options)
     if runtime is not None:
         verify_runtime(runtime, read_manifest(folder))
     if against is not None:
@@ -195,11 +195,11 @@ def bench(
 ) -> None:
     """Measure an export here: TTFT, tokens/s, memory, and the share of the memory's bandwidth that it reaches."""
     options = made(SessionOptions, session)
-    from qwen_onnx.cli.open_model import export_folder
+    from qwen_onnx.cli.open_model import export_to_open
     from qwen_onnx.runners.runtime.providers import verify_provider
 
     verify_provider(options.provider)
-    folder = export_folder(model, made(ModelOptions, of_model), provider=options.provider)
+    folder = export_to_open(model, made(ModelOptions, of_model), options)
     from qwen_onnx.checks.benchmark import run_benchmark  # which imports what makes graphs
     from qwen_onnx.cli import bench as shown
 

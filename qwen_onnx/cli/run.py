@@ -25,6 +25,7 @@ from qwen_onnx.runners.chat import Chat, Message, Prompt
 from qwen_onnx.runners.generate import verify_not_alone, verify_plain
 from qwen_onnx.runners.model.runner import context_of
 from qwen_onnx.runners.processor import Processor
+from qwen_onnx.runners.runtime.optimizers import verify_optimizers
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
 from qwen_onnx.runners.sampling.grammar import verify_regex
@@ -52,6 +53,7 @@ def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session:
     if batch is not None:
         verify_batch_files(batch)
     verify_provider(of_session.provider)
+    verify_optimizers(of_session.disabled_optimizers)
     given_prompt = options.prompt is not None or options.prompt_ids is not None
     chatting = batch is None and not given_prompt and _stdin().isatty()
     if chatting and options.json:
