@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, counted
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.session_file import load_session, save_session
@@ -36,7 +36,7 @@ class Conversation:
             return "<Chat, closed>"
         manifest, most = self._runner.manifest, self._runner.context_length
         how = f"{manifest.model_id} as {manifest.dtype} on {self._runner.provider}"
-        return f"<Chat {how}, {self.context_used} of {most} tokens, {self._runner.folder}>"
+        return f"<Chat {how}, {self.context_used} of {counted(most, 'token')}, {self._runner.folder}>"
 
     @property
     def runner(self) -> Runner:

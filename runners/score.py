@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, counted
 from qwen_onnx.runners.generate import generate
 from qwen_onnx.runners.model.runner import Runner
 from qwen_onnx.runners.sequence import GivenSequence
@@ -69,7 +69,8 @@ def verify_scored(ids: Sequence[int], vocabulary: Vocabulary) -> None:
     """Raises UserError for fewer than two ids, and for one that names no token."""
     if len(ids) < 2:
         raise UserError(
-            f"{len(ids)} tokens found, 2 or more wanted: each is scored given those before it, the first has none"
+            f"{counted(len(ids), 'token')} found, 2 or more wanted: each is scored given those before it, the "
+            "first has none"
         )
     numbers = np.asarray(ids, np.int64)
     nameless = numbers[vocabulary.nameless(numbers)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, counted
 from qwen_onnx.runners.output import FinishReason, Token
 from qwen_onnx.runners.sampling.grammar import Grammar
 from qwen_onnx.runners.sampling.logits import greedy, log_normalizer, top
@@ -214,5 +214,5 @@ def verify_prompt(prompt_ids: Ids, context_length: int) -> None:
         raise UserError("the prompt is empty: no token to start from")
     if len(prompt_ids) >= context_length:
         raise UserError(
-            f"the prompt has {len(prompt_ids)} tokens, the context holds {context_length} with the answer"
+            f"the prompt has {counted(len(prompt_ids), 'token')}, the context holds {context_length} with the answer"
         )

@@ -27,6 +27,7 @@ from qwen_onnx.errors import UserError, option
 from qwen_onnx.runners.model.buffers import HOST_TYPES
 from qwen_onnx.runners.model.kv_cache import KVCache
 from qwen_onnx.runners.model.runner import Runner
+from qwen_onnx.runners.runtime.panels import orders_in_words
 from qwen_onnx.runners.text.prompts import verified_messages
 
 FORMAT, VERSION = "qwen-onnx session", "1"
@@ -60,6 +61,7 @@ def save_session(
             "model": model_hash(manifest),
             "model_id": manifest.model_id,
             "dtype": manifest.dtype,
+            **({"panel_rows": manifest.panel_rows} if manifest.panel_rows else {}),
             "cache_dtype": cache.spec.dtype,
             "tokens": cache.length,
             "messages": [dict(message) for message in (verified_messages(messages) if messages else [])],
@@ -109,15 +111,15 @@ def _load(path: Path, file: BinaryIO, runner: Runner) -> tuple[KVCache, list[dic
     if header.version != VERSION:
         raise UserError(f"{path}: session of format {header.version!r}, this version reads {VERSION!r}")
     if told.get("model") != model_hash(manifest):
+        same = (told.get("model_id"), told.get("dtype")) == (manifest.model_id, manifest.dtype)
+        order = orders_in_words(told.get("panel_rows"), manifest.panel_rows) if same else ""
         raise UserError(
             f"{path}: saved with {told.get('model_id')!r} in {told.get('dtype')!r}; this export, "
-            f"{manifest.model_id!r} in {manifest.dtype!r}, has other weights, config or tokenizer"
+            f"{manifest.model_id!r} in {manifest.dtype!r}, has other weights, config or tokenizer{order}"
         )
     length, dtype, messages = told.get("tokens"), told.get("cache_dtype"), told.get("messages")
     spec = _saved_spec(runner, dtype)
-    if type(length) is not int or length < 0 or spec is None:
-        raise damaged
-    if not isinstance(messages, list):
+    if type(length) is not int or length < 0 or spec is None or not isinstance(messages, list):
         raise damaged
     try:
         if messages:

@@ -19,6 +19,10 @@ def generate(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
     manifest = json.loads((folder / "export.json").read_text(encoding="utf-8"))
     graphs = [graph for graph in manifest["graphs"] if "cpu" in graph["providers"]]
     graph = next(graph for graph in graphs if graph["entry"] == "prefill")  # any number of tokens, one too
+    if graph["lowering"] != "static":
+        sys.exit(
+            f"{folder}: a graph of the lowering {graph['lowering']}, this loop is for static: export f32, f16 or bf16"
+        )
     session = onnxruntime.InferenceSession(str(folder / graph["file"]), providers=["CPUExecutionProvider"])
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 

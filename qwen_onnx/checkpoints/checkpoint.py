@@ -18,6 +18,7 @@ from qwen_onnx.checkpoints.known_keys import tokenizer_notes
 from qwen_onnx.checkpoints.safetensors_file import StoredTensor, read_header, refuse_unprintable
 from qwen_onnx.checkpoints.tensor_names import decide_head, named_as_causal_lm, only_own, quantization_note
 from qwen_onnx.contract.json_file import read_json
+from qwen_onnx.contract.manifest import MANIFEST_FILE
 from qwen_onnx.errors import UserError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,6 +77,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: not a folder; wanted a checkpoint (config.json and *.safetensors)")
+    _refuse_export(folder)
     notes = _adapter_notes(folder)
     stamps = _stamps(folder)
     if not (folder / "config.json").exists() and (gguf := _first(folder, "*.gguf")):
@@ -95,6 +97,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     }
     stamps = {path: stamp for path, stamp in stamps.items() if path in used}
     return Checkpoint(folder, config, kept, tuple(notes), stamps)
+
+
+def _refuse_export(folder: Path) -> None:
+    """Raises UserError for an export; one made with `--link` has the checkpoint's own weights, and is one, too."""
+    if (folder / MANIFEST_FILE).is_file() and not any(
+        (folder / name).exists() for name in (INDEX_FILE, SINGLE_FILE)
+    ):
+        made_of = read_json(folder / MANIFEST_FILE).get("model_id")
+        raise UserError(
+            f"{folder}: an export ({MANIFEST_FILE}), where a checkpoint is wanted: give the folder or Hub id that "
+            f"it was made from, {made_of!r}"
+        )
 
 
 def _adapter_notes(folder: Path) -> list[str]:

@@ -94,6 +94,9 @@ def rope_notes(raw: Mapping[str, Any]) -> Iterator[str]:
     if raw.get("rope_parameters") and raw.get("rope_scaling") and not _same(raw):
         yield "config.json: has rope_parameters and rope_scaling; rope_scaling is used, as transformers does"
     key, rope = _chosen(raw)
+    outer, inner = raw.get("rope_theta"), rope.get("rope_theta")
+    if None not in (outer, inner) and outer != inner:
+        yield f"config.json: rope_theta {outer!r} is passed over: {key} has {inner!r}, which transformers takes, too"
     for name, neutral in _UNREAD.items():
         if rope.get(name, neutral) not in (None, neutral):
             yield f"config.json: {key}: {name} {rope[name]!r} is passed over, as transformers does"

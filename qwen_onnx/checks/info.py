@@ -49,7 +49,7 @@ def _summary(manifest: Manifest) -> list[str]:
         f"target     {manifest.target}"
         + (f", laid out for {manifest.layout}" if manifest.layout != "plain" else "")
         + (f", panels of {manifest.panel_rows} rows" if manifest.panel_rows else ""),
-        f"context    {manifest.context_length} tokens",
+        f"context    {counted(manifest.context_length, 'token')}",
         *(
             f"{'cache' if not number else '':<10} {cache.slot_bytes:,} bytes a token in {cache.dtype}, "
             f"on {' and '.join(_providers_of(manifest, name))}"

@@ -18,7 +18,7 @@ def as_lines(found: Benchmark) -> list[str]:
     """What `bench` prints."""
     share = found.outside_ms / found.step_ms.median
     lines = [
-        f"{found.export}: {found.model_id}, {found.dtype}, on {found.how}, {found.threads} threads",
+        f"{found.export}: {found.model_id}, {found.dtype}, on {found.how}, {counted(found.threads, 'thread')}",
         f"{found.machine}; {found.versions}",
         f"{counted(found.prompt_tokens, 'prompt token')}, {found.new_tokens} new, "
         f"{counted(found.repeats, 'repeat')}: median (lowest to highest)",

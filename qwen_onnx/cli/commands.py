@@ -149,11 +149,11 @@ def check(
     """Check hashes, graphs and greedy ids of an export; with --against, its weights and logits too."""
     options = made(SessionOptions, session)
     from qwen_onnx.checks.known_runtimes import verify_runtime
-    from qwen_onnx.cli.open_model import export_folder, verify_checkpoint
+    from qwen_onnx.cli.open_model import export_to_open, verify_checkpoint
     from qwen_onnx.contract.manifest import read_manifest
 
     asked = made(ModelOptions, of_model)
-    folder = export_folder(model, asked, provider=options.provider)
+    folder = export_to_open(model, asked, options)
     if runtime is not None:
         verify_runtime(runtime, read_manifest(folder))
     if against is not None:
@@ -195,19 +195,18 @@ def bench(
 ) -> None:
     """Measure an export here: TTFT, tokens/s, memory, and the share of the memory's bandwidth that it reaches."""
     options = made(SessionOptions, session)
-    from qwen_onnx.cli.open_model import export_folder
+    from qwen_onnx.cli.open_model import export_to_open
     from qwen_onnx.runners.runtime.providers import verify_provider
 
     verify_provider(options.provider)
-    folder = export_folder(model, made(ModelOptions, of_model), provider=options.provider)
+    folder = export_to_open(model, made(ModelOptions, of_model), options)
     from qwen_onnx.checks.benchmark import run_benchmark  # which imports what makes graphs
-    from qwen_onnx.cli.bench import as_json as to_json
-    from qwen_onnx.cli.bench import as_lines
+    from qwen_onnx.cli import bench as shown
 
     found = run_benchmark(
         folder, options, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
     )
-    answer(as_json_line(to_json(found))) if as_json else show(*as_lines(found))
+    answer(as_json_line(shown.as_json(found))) if as_json else show(*shown.as_lines(found))
 
 
 @app.command()
@@ -217,7 +216,9 @@ def score(
     of_model: Given,
     session: Given,
     model: Model,
-    file: Annotated[str, typer.Argument(help="UTF-8 text, or - for stdin.", show_default=False)],
+    file: Annotated[
+        str, typer.Argument(help="UTF-8 text without its last line break; - is stdin.", show_default=False)
+    ],
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Show each token with its log-probability.")
     ] = False,

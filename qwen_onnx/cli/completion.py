@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from qwen_onnx.errors import UserError, option
+from qwen_onnx.errors import UserError, counted, option
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Prompt, Token
 from qwen_onnx.runners.output import FinishReason
@@ -88,16 +88,35 @@ class Completion:
             content=closed(content, begun=bool(begun)) if reasons else content,
         )
 
-    def cut(self, request: Request) -> str | None:
+    def cut(self, chat: Chat, request: Request) -> str | None:
         """Why the text is only the beginning of what was asked for, where it is."""
-        if request.constraint is None or self.finish_reason not in ("length", "context", "stop"):
+        if self.finish_reason not in ("length", "context", "stop"):
+            return None
+        grammar = chat.processor.grammar(request)
+        if grammar is None or request.constraint is None or grammar.accepts(self.text):
             return None
         names = {"length": "max_new_tokens", "context": "max_context", "stop": "stop"}
         how = {"length": "more", "context": "a larger", "stop": "no"}[self.finish_reason]
         return (
-            f"the answer ends after {len(self.token_ids)} tokens ({self.finish_reason}), and is only the beginning "
-            f"of what {option(request.constraint.kind)} asks for; {how} {option(names[self.finish_reason])} wanted"
+            f"the answer ends after {counted(len(self.token_ids), 'token')} ({self.finish_reason}), and is only the "
+            f"beginning of what {option(request.constraint.kind)} asks for; {how} "
+            f"{option(names[self.finish_reason])} wanted"
         )
+
+    def early_end(self, request: Request) -> str | None:
+        """Why the answer ended before it was to, where a constraint lets nothing more come."""
+        if request.constraint is None or self.finish_reason != "eos":
+            return None
+        early = len(self.token_ids) <= request.min_new_tokens
+        passed = [
+            name
+            for name, is_passed in (("min_new_tokens", early), ("ignore_eos", request.ignore_eos))
+            if is_passed
+        ]
+        if not passed:
+            return None
+        held = option(request.constraint.kind)
+        return f"note: {held} lets nothing more come: the answer ends in spite of {' and '.join(map(option, passed))}"
 
     def reported(self, chat: Chat) -> dict[str, object]:
         """What `run --json` and results of batches have in common: no times, so that the same again is the same."""

@@ -6,7 +6,7 @@ line; 130 Ctrl-C. Nothing is imported here before `main` can catch Ctrl-C.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import sys
 from types import TracebackType
@@ -29,9 +29,9 @@ def main() -> None:
 
 def _run() -> int:
     _open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a terminal that cannot show a character shows `?`
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    from qwen_onnx.cli.terminal.encoding import note_of_spelled, spell_out_others
+
+    spell_out_others()
     from qwen_onnx.cli.terminal.output import tell
     from qwen_onnx.errors import UserError
 
@@ -40,6 +40,8 @@ def _run() -> int:
             return _command()
         finally:
             sys.stdout.flush()  # here, where what it says is caught
+            if note := note_of_spelled():
+                tell(note)
     except UserError as error:
         tell(f"error: {' '.join(str(error).split())}")
     except (MemoryError, RuntimeError) as error:
@@ -50,7 +52,10 @@ def _run() -> int:
         # Of stdout: all else becomes a UserError. A reader that left, as `| head` does, needs no word.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            tell(f"error: stdout: {error.strerror or error}")
+            closed = error.errno == errno.EBADF
+            tell(
+                f"error: stdout: {'closed; the answer has nowhere to go' if closed else error.strerror or error}"
+            )
     return FAILED
 
 
@@ -92,12 +97,15 @@ def _pass_on_interrupt(found: Any) -> None:
 
 
 def _open_closed_streams() -> None:
-    """stdout or stderr that is closed, as `>&-` does, is as good as /dev/null; and no file gets its number."""
+    """No file gets the number of a stream that is closed, as `>&-` does.
+
+    stderr is then as good as /dev/null; what is written to stdout is an error, for it is the answer.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-    for name in ("stdout", "stderr"):
+        except OSError:  # what is opened takes the lowest number that is free
+            os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)
+    for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123 - for good
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 - for good

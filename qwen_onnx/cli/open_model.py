@@ -9,6 +9,7 @@ from qwen_onnx.checkpoints.checkpoint import open_checkpoint
 from qwen_onnx.checkpoints.hub import Download, ModelSource, resolve_model
 from qwen_onnx.cli.terminal.output import tell
 from qwen_onnx.cli.terminal.question import confirmed
+from qwen_onnx.contract.manifest import read_manifest
 from qwen_onnx.errors import UserError
 from qwen_onnx.exports.cached.find import find_export
 from qwen_onnx.exports.cached.options import ModelOptions
@@ -18,7 +19,9 @@ from qwen_onnx.exports.publish.output_folder import refuse_output
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.runner import Runner, context_of
 from qwen_onnx.runners.processor import Processor
+from qwen_onnx.runners.runtime.idle_options import idle_notes, may_be_idle
 from qwen_onnx.runners.runtime.options import SessionOptions
+from qwen_onnx.runners.runtime.providers import choose_provider
 from qwen_onnx.runners.runtime.session import ONE_DISTRIBUTION, installed_distributions
 
 
@@ -40,6 +43,20 @@ def export_folder(model: str, asked: ModelOptions, *, provider: str = "auto") ->
             dtypes=(asked.dtype,) if asked.dtype else ("f32", "int4"), yes=asked.yes
         ),
     )
+
+
+def export_to_open(model: str, asked: ModelOptions, session: SessionOptions) -> Path:
+    """As `export_folder`; what of the session's options changes nothing for it is said.
+
+    Raises:
+        UserError: as `export_folder`, and where the provider does not start.
+    """
+    folder = export_folder(model, asked, provider=session.provider)
+    if may_be_idle(session):
+        manifest = read_manifest(folder)
+        for note in idle_notes(session, manifest, choose_provider(session.provider, manifest)):
+            tell(note)
+    return folder
 
 
 def checkpoint_of(model: str, options: ExportOptions, out: Path | None, *, yes: bool) -> ModelSource:
@@ -88,6 +105,8 @@ def open_chat(processor: Processor, session: SessionOptions, *, for_scores: bool
         UserError: anything wrong with the model or the options.
     """
     chat = Chat(Runner(processor.folder, session, for_scores=for_scores), processor)
+    for note in idle_notes(session, processor.manifest, chat.runner.provider):
+        tell(note)
     if session.provider == "auto":
         tell(f"provider: {chat.runner.provider}")
     if not for_scores and (ignored := chat.generation_config.ignored):

@@ -16,6 +16,7 @@ from qwen_onnx.cli.terminal.output import (
     think,
     word_wrap,
 )
+from qwen_onnx.errors import counted
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Token
@@ -108,7 +109,7 @@ def print_stats(chat: Chat, result: Completion) -> None:
     """What `--stats` prints, on stderr."""
     memory = peak_memory()
     fields = [
-        f"{len(result.prompt_ids)} prompt tokens",
+        counted(len(result.prompt_ids), "prompt token"),
         f"{len(result.token_ids)} new",
         result.finish_reason,
         "-" if result.ttft_ms is None else f"TTFT {result.ttft_ms:.1f} ms",

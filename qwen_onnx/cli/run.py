@@ -25,10 +25,11 @@ from qwen_onnx.runners.chat import Chat, Message, Prompt
 from qwen_onnx.runners.generate import verify_not_alone, verify_plain
 from qwen_onnx.runners.model.runner import context_of
 from qwen_onnx.runners.processor import Processor
+from qwen_onnx.runners.runtime.optimizers import verify_optimizers
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import verify_provider
 from qwen_onnx.runners.sampling.grammar import verify_regex
-from qwen_onnx.runners.sampling.params import DRAWING, GREEDY
+from qwen_onnx.runners.sampling.params import DRAWING, GREEDY, idle_note
 from qwen_onnx.runners.sampling.request import Request
 from qwen_onnx.runners.text.prompts import PromptIds
 
@@ -52,6 +53,7 @@ def run_model(model: str, *, run: Given, of_model: Given, asked: Given, session:
     if batch is not None:
         verify_batch_files(batch)
     verify_provider(of_session.provider)
+    verify_optimizers(of_session.disabled_optimizers)
     given_prompt = options.prompt is not None or options.prompt_ids is not None
     chatting = batch is None and not given_prompt and _stdin().isatty()
     if chatting and options.json:
@@ -101,6 +103,8 @@ def _verified(
     request = processor.request(bounded(processor, asked))
     special = {"on_device": session.greedy_on_device, "speculate": session.speculate}
     verify_plain(request, **special)
+    if options.batch is None and (note := idle_note(processor.generation_config.given, asked)):
+        tell(note)  # lines may ask for something else
     if options.batch is not None:
         verify_not_alone(**special)
     context = context_of(processor.manifest, session.max_context, session.provider)
@@ -131,7 +135,10 @@ def _complete(
             tell(f"({result.finish_reason})")
     if options.stats:
         print_stats(chat, result)
-    if (cut := result.cut(chat.request(asked))) is not None:
+    request = chat.request(asked)
+    if (note := result.early_end(request)) is not None:
+        tell(note)
+    if (cut := result.cut(chat, request)) is not None:
         raise UserError(cut)
     return 130 if result.finish_reason == "interrupted" else 0
 
@@ -141,7 +148,7 @@ def _chat(chat: Chat, options: RunOptions, asked: Given, printer: Printer) -> in
     repl = Repl(
         chat,
         asked,
-        system=as_typed(options.system) if options.system else None,
+        system=_text(options.system, "--system") or None,
         raw=options.raw,
         shift=options.context_full == "shift",
         print_token=printer.print_token,
@@ -174,6 +181,19 @@ def _greedy(asked: Given) -> Given:
     return {**GREEDY, **{name: value for name, value in asked.items() if name not in DRAWING}}
 
 
+def _text(given: str | None, origin: str) -> str:
+    """What was given, or nothing.
+
+    Raises:
+        UserError: its bytes are no text.
+    """
+    try:
+        return as_typed(given or "")
+    except UnicodeError as error:
+        at = f" (byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
+        raise UserError(f"{origin}: not UTF-8{at}") from None
+
+
 def _stdin() -> TextIO:
     if sys.stdin is None:  # closed, as `<&-` does
         raise UserError("stdin is closed: give the prompt with -p or --prompt-ids")
@@ -188,17 +208,17 @@ def _prompt(options: RunOptions) -> str | list[int] | list[Message]:
             return [int(part) for part in options.prompt_ids.split(",")]
         except ValueError:
             raise UserError(f"--prompt-ids {options.prompt_ids!r}: whole numbers wanted, as 1,2,3") from None
-    text = "" if options.prompt is None else as_typed(options.prompt)
+    text = _text(options.prompt, "-p")
     if options.prompt is None or is_piped():
         try:
-            piped = as_typed(_stdin().read().removesuffix("\n"))
+            piped = _text(_stdin().read(), "stdin")
         except UnicodeDecodeError as error:
-            raise UserError(f"stdin is not {error.encoding} text ({error.reason})") from None
+            raise UserError(f"stdin: not {error.encoding} (byte {error.start})") from None
+        piped = piped.removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
         # As elsewhere: the question, then what it is about.
         text = piped if options.prompt is None else f"{text}\n\n{piped}" if piped.strip() else text
     if options.raw:
         return text
-    system: list[Message] = (
-        [{"role": "system", "content": as_typed(options.system)}] if options.system else []
-    )
+    said = _text(options.system, "--system")
+    system: list[Message] = [{"role": "system", "content": said}] if said else []
     return [*system, {"role": "user", "content": text}]

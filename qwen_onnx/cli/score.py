@@ -12,7 +12,7 @@ from qwen_onnx.cli.completion import token_text
 from qwen_onnx.cli.open_model import open_chat, processor_of
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import tell
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, counted
 from qwen_onnx.exports.cached.options import ModelOptions
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.runtime.options import SessionOptions
@@ -61,8 +61,10 @@ def score_file(
     score = chat.score(ids)
     if score.windows > 1:
         context = chat.runner.context_length
+        before = counted(max(1, context // 2), "token")
         tell(
-            f"note: longer than the context: {score.windows} windows of {context} tokens, each moved on by half"
+            f"note: longer than the context of {counted(context, 'token')}: scored in {score.windows:,} windows; "
+            f"after the first each token is given {before} or more of those before it, not all"
         )
     if as_json:
         return [as_json_line(_as_json(chat, score))]

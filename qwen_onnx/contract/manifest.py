@@ -124,8 +124,7 @@ class Manifest:
             if graph.entry == entry and provider in graph.providers:
                 return graph
         known = sorted({provider for graph in self.graphs for provider in graph.providers})
-        have = ", ".join(known)
-        raise UserError(f"this export has no {entry} graph for {provider}; it has graphs for {have}")
+        raise UserError(f"this export has no {entry} graph for {provider}, but for {', '.join(known)}")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -23,7 +23,7 @@ from qwen_onnx.contract.manifest import (
     is_weights,
     write_manifest,
 )  # fmt: skip
-from qwen_onnx.errors import UserError, option
+from qwen_onnx.errors import UserError, counted, option
 from qwen_onnx.exports.calibrated import Calibrating, TextSide, calibrated
 from qwen_onnx.exports.layouts.known import chosen_layout, output_folder
 from qwen_onnx.exports.layouts.layout import Layout
@@ -136,7 +136,7 @@ def _verify_told_apart(checkpoint: Checkpoint) -> list[str]:
         )
     if not constants:
         return []
-    return [f"{checkpoint.folder}: {len(constants)} tensors that are one number: {some(constants)}"]
+    return [f"{checkpoint.folder}: {counted(len(constants), 'tensor')} of one number: {some(constants)}"]
 
 
 def _with_quality(

@@ -150,7 +150,8 @@ def _open_growing(export: Export, graph: GraphSpec, *, context_length: int, pref
             capacity=context_length, prefill_chunk=prefill_chunk,
         )  # fmt: skip
     else:
-        session, engine = export.open(graph), None
+        in_place = export.provider == "cpu" and export.options.prepack is False
+        session, engine = export.open(graph, in_place=in_place), None
     memory, shrink = export.memory(graph, starts_empty=True), export.resizing("shrink")
     return Opened(graph, Growing(session, memory, shrink, vocab_size=export.manifest.vocab_size), engine)
 

@@ -13,6 +13,7 @@ from qwen_onnx.runners.model.logits_model import PREFILL_CHUNK, LogitsModel
 from qwen_onnx.runners.model.open_graph import open_graph
 from qwen_onnx.runners.runtime.integrity import verify_texts
 from qwen_onnx.runners.runtime.nvidia.engine_cache import DEFAULT_CAPACITY, Engine
+from qwen_onnx.runners.runtime.optimizers import verify_optimizers
 from qwen_onnx.runners.runtime.options import SessionOptions
 from qwen_onnx.runners.runtime.providers import choose_provider
 from qwen_onnx.runners.runtime.session import import_onnxruntime
@@ -50,6 +51,7 @@ class Runner(LogitsModel):
         self.options = options = options or SessionOptions()
         self.folder, self.manifest = folder, read_manifest(folder)
         import_onnxruntime(at_least=self.manifest.min_onnxruntime)
+        verify_optimizers(options.disabled_optimizers)
         self.provider = choose_provider(options.provider, self.manifest)
         context_length = context_of(self.manifest, options.max_context, self.provider)
         if prefill_chunk is None:

@@ -62,6 +62,16 @@ def verify_panels(folder: Path, manifest: Manifest) -> None:
     )
 
 
+def orders_in_words(there: object, here: object) -> str:
+    """How matrices lie in two exports: in panels of so many rows or as in the checkpoint; "" if alike."""
+    theirs, ours = (f"panels of {rows} rows" if rows else "the checkpoint's order" for rows in (there, here))
+    return (
+        ""
+        if theirs == ours
+        else f"; weights lie in {theirs} there, in {ours} here ({option('weights_order')})"
+    )
+
+
 def _found(folder: Path, manifest: Manifest) -> int | None:
     graph = manifest.graph("probe", "cpu")
     verify_graph(folder, manifest, graph)

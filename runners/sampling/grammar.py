@@ -78,6 +78,11 @@ class Grammar:
         """For one answer; `hold_end` as in `Matcher.masked`, at every token."""
         return Matcher(self._start.deep_copy(), self._vocabulary, self.constraint.kind, hold_end=hold_end)
 
+    def accepts(self, text: str) -> bool:
+        """Whether a whole text is what the constraint asks for."""
+        matcher, ids = self._start.deep_copy(), self._vocabulary(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
 
 class Grammars:
     """Compiles constraints for one model, and keeps the last one."""
@@ -208,6 +213,8 @@ def _verify(matcher: LLMatcher, vocabulary: _Tokens, failed: str) -> None:
 def _reason(error: str) -> str:
     """What llguidance says, without the grammar and the state around it."""
     first, *more = error.splitlines() or [""]
+    if first.startswith("oneOf constraints"):  # it names an option of its own
+        return "a value may fit two alternatives of oneOf, which is not supported; anyOf takes the place of oneOf"
     if first.startswith("NoExtension"):
         return "no text fits it"
     if "left-recursive" in error:  # its advice is for who writes grammars

@@ -156,6 +156,16 @@ def merged(defaults: Given, asked: Given) -> dict[str, object]:
     return values
 
 
+def idle_note(defaults: Given, asked: Given) -> str:
+    """What was asked for and changes nothing, because no token is drawn; empty where there is no such thing."""
+    values = merged(defaults, asked)
+    idle = [name for name in (SWITCH, *DRAWING) if name != "temperature" and asked.get(name)]
+    if values.get(SWITCH) or not idle:
+        return ""
+    why = "temperature is 0" if {**defaults, **asked}.get("temperature") == 0 else f"{SWITCH} is off"
+    return f"note: {why}: the best token is taken, whatever {', '.join(map(option, idle))} says"
+
+
 def _as_id(token_id: object) -> Any:
     """Of a JSON object's key, the number that it is."""
     if not isinstance(token_id, str) or len(token_id) > len(str(2**63)) or not token_id.isdecimal():

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 from qwen_onnx.errors import UserError
+from qwen_onnx.runners.text.tokenizer import verify_unicode
 from qwen_onnx.runners.text.tool_calls import decoded
 
 Message = Mapping[str, object]
@@ -30,6 +31,8 @@ def _verified(number: int, message: object) -> Message:
     if not isinstance(role := message.get("role"), str):
         raise UserError(f"message {number}: role {role!r}: a string wanted")
     content = message.get("content")
+    if isinstance(content, str):
+        verify_unicode(f"message {number}: content", content)
     if role == "tool" and "content" in message and not _are_parts(content):
         return {**message, "content": _as_text(content)}
     if isinstance(content, str) or (
@@ -38,7 +41,9 @@ def _verified(number: int, message: object) -> Message:
         return message
     if not _are_parts(content):
         raise UserError(f"message {number}: content {content!r}: a string wanted, or parts of text")
-    return {**message, "content": "".join(part["text"] for part in content)}
+    joined = "".join(part["text"] for part in content)
+    verify_unicode(f"message {number}: content", joined)
+    return {**message, "content": joined}
 
 
 def _are_parts(content: object) -> TypeGuard[list[dict[str, str]]]:

@@ -123,10 +123,7 @@ class Tokenizer:
         except UserError:
             raise
         except BaseException as error:
-            lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
-            if lone is not None:
-                found = f"lone surrogate U+{ord(text[lone]):04X} at character {lone}"
-                raise UserError(f"text is not valid Unicode: {found}") from None
+            verify_unicode("text", text)
             raise _translated(error, "text cannot be tokenized") from None
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -236,3 +233,13 @@ def _translated(error: BaseException, context: str) -> BaseException:
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         return error
     return UserError(f"{context} ({' '.join(str(error).split())})")
+
+
+def verify_unicode(name: str, text: str) -> None:
+    """Raises UserError for text that holds half of a surrogate pair, as JSON's escapes may."""
+    if text.isascii():
+        return
+    lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+    if lone is not None:
+        found = f"lone surrogate U+{ord(text[lone]):04X} at character {lone}"
+        raise UserError(f"{name} is not valid Unicode: {found}") from None

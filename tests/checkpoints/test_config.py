@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qwen_onnx.checkpoints.config import QwenConfig, parse_config
+from qwen_onnx.checkpoints.config import QwenConfig, config_notes, parse_config
 from qwen_onnx.checkpoints.rope import RopeScaling
 from qwen_onnx.errors import UserError
 from support.checkpoints import CONFIGS, QWEN2, QWEN2_YARN, QWEN2_YARN_NEW, QWEN3, RawConfig
@@ -311,6 +311,18 @@ def test_refuses_what_is_no_positive_whole_number(key: str, value: Any) -> None:
     message = refusal({**QWEN2, key: value})
     assert f"{key} wants a positive whole number" in message
     assert repr(value) in message
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
+def test_a_base_that_is_passed_over_is_named(key: str, kind: RawConfig) -> None:
+    """transformers takes the inner one; it is said which is used, and nothing where both are the same."""
+    raw = {**QWEN2, "rope_theta": 5.0, key: {**kind, "rope_theta": 1e6}}
+    assert parse_config(raw).rope_theta == 1e6
+    note = f"config.json: rope_theta 5.0 is passed over: {key} has 1000000.0, which transformers takes, too"
+    assert [line for line in config_notes(raw) if "passed over" in line] == [note]
+    for same in ({**raw, "rope_theta": 1e6}, {**raw, key: kind}):
+        assert not [line for line in config_notes(same) if "passed over" in line]
 
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])

@@ -257,7 +257,9 @@ def test_a_file_cut_off_anywhere_is_gone_on_with(
         with pytest.raises(UserError, match="1 of 8 lines could not be answered"):
             run_batch(chat, file, out)
         assert out.read_bytes() == content
-        assert ("line 7" in capsys.readouterr().err) == (cut < ends[7])  # said when it is done, and not again
+        assert ("line 7: " in capsys.readouterr().err) == (
+            cut < ends[7]
+        )  # said when it is done, and not again
 
 
 def test_finished_lines_are_not_computed_again(

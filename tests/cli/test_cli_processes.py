@@ -142,30 +142,38 @@ def test_a_reader_that_leaves_ends_the_program_quietly(as_json: bool) -> None:
     assert err.decode().splitlines() in ([], ["provider: cpu"])
 
 
-def test_a_terminal_that_knows_ascii_only_shows_question_marks() -> None:
-    for dumb in ({"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "cp1252"}):
-        with child(
-            "run", endless(), "-p", "é", "--max-new-tokens", 60, "--provider", "cpu", environment=dumb
-        ) as process:
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_characters_that_stdout_does_not_have_are_spelled_out_and_told(encoding: str) -> None:
+    """No answer is lost, a line of JSON stays one, and one line on stderr says what to do."""
+    said = "é漢😀 a"
+    asked = ("run", tiny(), "-p", "Hi", "--regex", said, "--provider", "cpu")
+    for more in ((), ("--json",)):
+        with child(*asked, *more, environment={"PYTHONIOENCODING": encoding}) as process:
             out, err = process.communicate(timeout=PATIENCE)
-        assert (process.returncode, err) == (0, b"")
-        assert b"?" in out
-        out.decode(dumb["PYTHONIOENCODING"])
+        text = out.decode(encoding)
+        assert json.loads(text)["text"] if more else json.loads(f'"{text.strip()}"') == said
+        assert (process.returncode, err.count(b"\n")) == (0, 1)
+        assert b" does not have all characters: they are written as" in err
+    with child(*asked[:3], "3", *asked[6:], environment={"PYTHONIOENCODING": encoding}) as process:
+        assert process.communicate(timeout=PATIENCE)[1] == b""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="shells are another thing there")
 @pytest.mark.parametrize("closed", but_first([">&-", "2>&-", ">&- 2>&-", "<&-"]))
-def test_a_closed_stream_is_as_good_as_none(closed: str, tmp_path: Path) -> None:
-    """No traceback, and no file that is opened gets the number of the closed stream, and so what is printed."""
+def test_a_closed_stream_is_no_traceback_and_loses_no_answer_unsaid(closed: str, tmp_path: Path) -> None:
+    """An answer that goes nowhere is exit code 1 and a line; no file gets the number of the closed stream."""
+    lost = closed.startswith(">")
     program = f"{sys.executable} -c 'from qwen_onnx.cli.main import main; main()'"
     for arguments in (f"run {tiny()} -p Hi --max-new-tokens 2 --provider cpu", f"info {tiny()}", "--help"):
         done = subprocess.run(f"{program} {arguments} {closed}", shell=True, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == lost, done.stderr
         assert b"Traceback" not in done.stderr
-        assert bool(done.stdout) == (not closed.startswith(">"))
+        assert bool(done.stdout) == (not lost)
+        if closed == ">&-":
+            assert done.stderr.decode() == "error: stdout: closed; the answer has nowhere to go\n"
     asked = f"export tiny {tmp_path / 'out'} --force"
     done = subprocess.run(f"{program} {asked} {closed}", shell=True, capture_output=True, check=False)
-    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (lost, False)
     assert command("check", tmp_path / "out", "--provider", "cpu").code == 0
 
 

@@ -31,7 +31,9 @@ HI = ("-p", "Hi", "--provider", "cpu")
         (("--raw", "-p", ""), ["empty"]),
         (("--raw", "-p", "Hi", "--system", "x"), ["--system", "--raw"]),
         (("--prompt-ids", "5", "--system", "x"), ["--system", "--prompt-ids"]),
-        (("-p", "\udcff"), ["not valid Unicode", "U+DCFF"]),
+        (("-p", "\udcff"), ["-p: not UTF-8 (byte 0)"]),
+        (("-p", "Hi", "--system", "a\udcff"), ["--system: not UTF-8 (byte 1)"]),
+        (("-p", "a\ud800"), ["-p: not UTF-8"]),
         (("-p", "Hi", "--max-context", "0"), ["--max-context 0: a whole number of 1 or more wanted"]),
         (("-p", "Hi", "--max-context", "5000"), ["--max-context 5000", "4096"]),
         (("-p", "Hi", "--provider", "metal"), ["provider 'metal': one of auto, cpu, cuda, tensorrt wanted"]),
@@ -83,7 +85,7 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(context: int, fits:
 
 
 def test_bytes_that_are_no_text() -> None:
-    assert "stdin is not utf-8" in command("run", endless(), stdin=b"\xff\xfe").error
+    assert "stdin: not utf-8 (byte 0)" in command("run", endless(), stdin=b"\xff\xfe").error
 
 
 def test_json_wants_one_prompt() -> None:

@@ -86,7 +86,7 @@ def test_options_that_the_model_has_no_use_for(
         (("-p", "word " * 9000), "the context holds 4,096 with the answer"),
         (("-p", "word", "--max-context", "34"), "the context holds 34 with the answer"),
         (("--prompt-ids", "5,6,7,8", "--max-context", "4"), "the prompt has 4 tokens, the context holds 4"),
-        (("-p", "\udcff"), "not valid Unicode"),
+        (("-p", "\udcff"), "-p: not UTF-8"),
         (("--batch", "lines", "--speculate"), "--speculate is for one prompt at a time"),
         (("--batch", "lines", "--greedy-on-device"), "--greedy-on-device is for one prompt at a time"),
     ],

@@ -73,9 +73,36 @@ def test_m10_where_no_room_is_left_the_oldest_turns_are_dropped(capsys: pytest.C
 
 def test_a_full_context_can_refuse_instead(capsys: pytest.CaptureFixture[str]) -> None:
     chat = LongChat(*["a" * 10] * 6)
-    talk(chat, *["q" * 20] * 4, "/undo", "/undo", "q" * 20, CTRL_D, shift=False)
+    talk(chat, *["q" * 20] * 4, "/undo", "q" * 20, CTRL_D, shift=False, max_new_tokens=20)
     assert [len(users(asked)) for asked in chat.asked] == [1, 3, 5, 5]
-    assert capsys.readouterr().err.count("error: the context of 100 tokens is full; /undo or /reset") == 1
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert "the context of 100 tokens has no room for 20 more: /undo or /reset make room" in said
+
+
+@pytest.mark.parametrize(
+    ("most", "length", "answered"), [(20, 80, True), (20, 81, False), (90, 75, True), (90, 76, False)]
+)
+def test_a_question_that_leaves_no_room_is_refused_not_cut(
+    most: int, length: int, answered: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Room is what the answer may take, at most a quarter of the context, for the first question too."""
+    chat = LongChat("a")
+    talk(chat, "q" * length, CTRL_D, shift=False, max_new_tokens=most)
+    assert bool(chat.asked) == answered
+    assert ("has no room for" in capsys.readouterr().err) != answered
+
+
+def test_a_refused_question_leaves_the_conversation_and_the_file_as_they_were(tmp_path: Path) -> None:
+    """/undo takes back the turn before it, and the file goes before the next question."""
+    (tmp_path / "a").write_text("file")
+    chat = LongChat("a", "b", "c")
+    lines = ("one", "two", f"/read {tmp_path / 'a'}", "q" * 90, "three", CTRL_D)
+    talk(chat, *lines, shift=False, max_new_tokens=5)
+    assert users(chat.asked[2])[-1] == ("user", "file\n\nthree")
+    chat = LongChat("a", "b", "c")
+    talk(chat, "one", "two", "q" * 95, "/undo", "three", CTRL_D, shift=False, max_new_tokens=5)
+    assert users(chat.asked[2]) == [("user", "one"), ("assistant", "a"), ("user", "three")]
 
 
 @pytest.mark.parametrize("shift", [True, False])
@@ -84,7 +111,7 @@ def test_a_question_longer_than_the_context_drops_nothing(
 ) -> None:
     error = UserError("the prompt has 300 tokens")
     chat = LongChat("a" * 10, "a" * 10, *([error, "b"] if shift else ["b"]))
-    talk(chat, "q" * 20, "q" * 20, "q" * 300, "/undo", "q", CTRL_D, shift=shift)
+    talk(chat, "q" * 20, "q" * 20, "q" * 300, *["/undo"] * shift, "q", CTRL_D, shift=shift)
     assert "dropped" not in capsys.readouterr().err
     assert len(users(chat.asked[-1])) == 5
 

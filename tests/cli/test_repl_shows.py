@@ -25,7 +25,7 @@ def test_m9_commands_say_what_they_did(capsys: pytest.CaptureFixture[str], tmp_p
         "(forgot 'two' and its answer; turns left: 1)",
         "(forgot 1 turn)",
         "(the conversation begins anew, under this system message)",
-        "(the conversation begins anew, without a system message)",
+        "(the conversation begins anew, with no system message but the chat template's, if it has one)",
     ):
         assert line in said
 
@@ -64,9 +64,21 @@ def test_tokens_are_those_of_the_tokenizer(capsys: pytest.CaptureFixture[str]) -
     ids = chat.tokenizer.encode("Hello there")
     talk(chat, "/tokens Hello there", "/tokens", CTRL_D)
     said = capsys.readouterr().err
-    assert f"{len(ids)} tokens" in said
+    assert f"{len(ids)} tokens\n" in said
     assert all(re.search(rf"\b{token_id} '", said) for token_id in ids)
     assert "the conversation: 0 tokens" in said
+
+
+def test_tokens_says_why_stats_has_another_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompt of the next answer has more than the cache: the end of this one, and the opening of that."""
+    chat = load(tiny(), provider="cpu", threads=1)
+    talk(chat, "Hello!", "/tokens", "/stats", CTRL_D)
+    said = capsys.readouterr().err
+    held = int(re.findall(r"context: (\d+) tokens used", said)[0])
+    counted = re.findall(
+        r"the conversation: (\d+) tokens of the context's \d+, as a prompt .*; (\d+) are in the cache", said
+    )
+    assert [int(number) for number in counted[0]] == [len(chat._cache.token_ids) + 5, held]
 
 
 def test_lines_between_three_quotes_are_one_message(tmp_path: Path) -> None:
@@ -94,7 +106,8 @@ def test_m9_bye_and_the_other_ways_to_leave() -> None:
 
 def test_m9_tab_completes_names_after_set_and_files(tmp_path: Path) -> None:
     (tmp_path / "saved.session").touch()
-    with session(tiny(), history=tmp_path / "history") as (terminal, process):
+    # Wide, so that no name is cut at the edge, however long the folder's is.
+    with session(tiny(), history=tmp_path / "history", columns=200) as (terminal, process):
         terminal.type(b"/set temper\t")
         terminal.wait_for(b"ature")
         terminal.type(b"\x15/lo\t")  # Ctrl-U: the line is gone

@@ -293,6 +293,38 @@ def test_json_is_text_as_it_is(tmp_path: Path) -> None:
     text = (tmp_path / "out").read_text(encoding="utf-8")
     assert "é 漢 \\u009b \\u202e \\ud800" in text
     assert json.loads(text)["id"] == "é 漢 \x9b \u202e \ud800"
-    assert ran.err.endswith(f"{tmp_path / 'out'}: 1 lines, 0 of them failed\n")
+    assert ran.err.endswith(f"{tmp_path / 'out'}: 1 line, 0 of them failed\n")
     ran = command(*run, "--max-new-tokens", "1")
-    assert ran.err.endswith("1 lines, 0 of them failed; 1 were there already\n")
+    assert ran.err.endswith("1 line, 0 of them failed; 1 was there already\n")
+
+
+@pytest.mark.parametrize(("most", "code"), [(6, 1), (7, 0), (8, 0)])
+def test_an_answer_that_matches_in_full_is_no_beginning(most: int, code: int) -> None:
+    """Though its length ended it, and more could have come."""
+    asked = ("run", tiny(), "--provider", "cpu", "-p", "What is 3 plus 4?", "--max-new-tokens", most)
+    ran = command(*asked, "--regex", "3 plus 4 is [0-9]+")
+    assert ran.code == code
+    assert ("only the beginning" in ran.err) == bool(code)
+    assert ran.out.startswith("3 plus 4 is 7") != bool(code)
+
+
+@pytest.mark.parametrize(("most", "is_cut"), [(2, True), (3, False)])
+def test_json_that_is_whole_is_no_beginning(most: int, is_cut: bool, tmp_path: Path) -> None:
+    """In a batch too: its line has no error then."""
+    line = {"prompt": "x", "json_schema": {"const": [1]}, "max_new_tokens": most}
+    (tmp_path / "lines").write_text(json.dumps(line) + "\n")
+    ran = command("run", tiny(), "--provider", "cpu", "--batch", tmp_path / "lines")
+    found = json.loads(ran.out)
+    assert ("error" in found) == is_cut == bool(ran.code)
+    assert found["finish_reason"] == "length"
+    assert (found["text"] == "[1]") != is_cut
+
+
+def test_what_a_constraint_passes_over_is_told() -> None:
+    """Only where the answer would have gone on without it."""
+    asked = ("run", tiny(), "--provider", "cpu", "-p", "What is 3 plus 4?", "--regex")
+    both = ("--min-new-tokens", 20, "--ignore-eos")
+    note = "note: --regex lets nothing more come: the answer ends in spite of --min-new-tokens and --ignore-eos\n"
+    assert command(*asked, "3 plus 4 is 7\\.", *both).err == note
+    assert command(*asked, "3 plus 4 is 7\\.", "--min-new-tokens", 2).err == ""
+    assert command(*asked, "(a|b){40}", *both, "--max-new-tokens", 5).err.count("note: ") == 0

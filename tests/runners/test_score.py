@@ -176,7 +176,7 @@ def test_a_conversation_ends_with_its_last_message() -> None:
 
 @pytest.mark.parametrize("ids", [[], [5]])
 def test_what_has_nothing_before_it_has_no_score(ids: list[int]) -> None:
-    with pytest.raises(UserError, match=f"^{len(ids)} tokens found, 2 or more wanted"):
+    with pytest.raises(UserError, match=f"^{len(ids)} tokens? found, 2 or more wanted"):
         load(endless(), provider="cpu", threads=1).score(ids)
 
 
@@ -210,7 +210,11 @@ def test_the_command_prints_what_the_api_says(tmp_path: Path) -> None:
     assert table[0].split() == [str(result.token_ids[0]), "-", "'What'"]
     assert table[1].split()[:2] == [str(result.token_ids[1]), f"{result.logprobs[1]:.4f}"]
     windows = command("score", tiny(), file, "--max-context", "16", *options)
-    assert "windows of 16 tokens" in windows.err
+    assert "longer than the context of 16 tokens: scored in " in windows.err
+    assert "each token is given 8 tokens or more of those before it" in windows.err
+    smallest = command("score", tiny(), file, "--max-context", "1", *options)
+    assert "the context of 1 token: scored in " in smallest.err
+    assert "each token is given 1 token or more" in smallest.err
     assert windows.code == 0
 
 
@@ -224,7 +228,7 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
         ".": "Is a directory",
         "a\0b": "null",
         "empty": "0 tokens found",
-        "letter": "1 tokens found",
+        "letter": "1 token found",
     }.items():
         assert line in command("score", tiny(), tmp_path / name, "--provider", "cpu").error
     assert "not UTF-8 (byte 0)" in command("score", tiny(), "-", "--provider", "cpu", stdin=b"\xff").error

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -21,6 +22,7 @@ import safetensors.numpy
 
 import qwen_onnx
 from qwen_onnx import UserError, export, load
+from qwen_onnx.contract.manifest import is_weights
 from qwen_onnx.runners import session_file
 from qwen_onnx.runners.chat import Chat
 from qwen_onnx.runners.model.buffers import HOST_TYPES, CacheMemory
@@ -448,3 +450,25 @@ chat.save(sys.argv[2])
     assert names(saved.parent) == ["old"]
     assert saved.read_bytes() == content
     assert chat.load(saved) == MESSAGES
+
+
+@pytest.mark.parametrize("rows", [(16, None), (None, 16), (8, 16)])
+def test_a_session_of_weights_in_another_order_says_so(
+    rows: tuple[int | None, int | None], chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same model, whose name and dtype are no help; what older versions saved has no such word."""
+    there, here = rows
+    own = dataclasses.replace(chat.runner.manifest, panel_rows=here)
+    other = {
+        name: dataclasses.replace(spec, sha256="0" * 64)
+        for name, spec in own.files.items()
+        if is_weights(name)
+    }
+    theirs = dataclasses.replace(own, panel_rows=there, files={**own.files, **other})
+    session_file.save_session(tmp_path / "s", chat._cache, theirs, [])
+    monkeypatch.setattr(chat.runner, "manifest", own)
+    words = [f"panels of {each} rows" if each else "the checkpoint's order" for each in rows]
+    said = refused(chat, tmp_path / "s")
+    assert said.endswith(f"weights lie in {words[0]} there, in {words[1]} here (weights_order)")
+    session_file.save_session(tmp_path / "t", chat._cache, dataclasses.replace(theirs, panel_rows=here), [])
+    assert refused(chat, tmp_path / "t").endswith("has other weights, config or tokenizer")

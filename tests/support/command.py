@@ -39,7 +39,8 @@ class _Terminal(io.TextIOWrapper):
 def command(*arguments: object, stdin: str | bytes = b"", terminal: bool = False) -> Ran:
     """The command, in this process: the whole of `main`, which CliRunner would pass by."""
     kind = _Terminal if terminal else io.TextIOWrapper
-    given = kind(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), "utf-8")
+    # As Python opens stdin, which keeps the ends of lines as they are.
+    given = kind(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), "utf-8", newline="\n")
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="") for _ in range(2))
     argv = ["qwen-onnx", *map(str, arguments)]
     with mock.patch.multiple(sys, argv=argv, stdin=given, stdout=out, stderr=err):

@@ -19,6 +19,7 @@ from qwen_onnx.runners.chat import Message
 from qwen_onnx.runners.sampling.params import DRAWING
 from qwen_onnx.runners.sampling.request import Request
 from qwen_onnx.runners.text.prompts import verified_messages
+from qwen_onnx.runners.text.tokenizer import verify_unicode
 
 MOST_BYTES = 16 << 20
 """Of a line."""
@@ -111,13 +112,12 @@ def parse_line(
         if raw:
             raise UserError("messages go through the chat template: leave out --raw")
         prompt = verified_messages(value["messages"])
-    elif not isinstance(text := value["prompt"], str):
-        raise UserError(f"prompt {text!r}: a string wanted")
-    elif raw:
-        prompt = text
     else:
-        prompt = [{"role": "system", "content": system}] if system else []
-        prompt.append({"role": "user", "content": text})
+        if not isinstance(text := value["prompt"], str):
+            raise UserError(f"prompt {text!r}: a string wanted")
+        verify_unicode("prompt", text)
+        said = [{"role": "system", "content": system}] if system else []
+        prompt = text if raw else [*said, {"role": "user", "content": text}]
     own = {name: value[name] for name in OPTIONS if value.get(name) is not None}
     if any(name in own for name in DRAWING):  # --greedy was for lines that say nothing
         asked = {name: value for name, value in asked.items() if name != "do_sample"}

@@ -14,11 +14,14 @@ from typing import BinaryIO, Self
 from qwen_onnx.cli.batch.input import Line
 from qwen_onnx.cli.terminal.json_line import as_json_line
 from qwen_onnx.cli.terminal.output import answer
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, counted
 from qwen_onnx.exports.publish.output_folder import disk_errors_in_words
 
 KeyedLine = tuple[Line, str]
 """A line, and a digest of it and of all else that its answer hangs on."""
+
+_NAMED = 20
+"""Most lines that are named at once."""
 
 
 class Results:
@@ -32,6 +35,8 @@ class Results:
         """
         self.done = self.failed = 0
         """Results there are, and those of them that are errors; of an earlier run too."""
+        self.failed_before: list[int] = []
+        """Numbers of the lines whose result an earlier run left is an error."""
         self._out, self._file, self._end = out, None if out is None else _opened(out), 0
 
     def __enter__(self) -> Self:
@@ -52,7 +57,7 @@ class Results:
             with disk_errors_in_words(self._out), self._out.open("rb") as held:
                 first = next((line for line in lines if not self._holds(held, *line)), None)
                 if first is None and held.read(1):
-                    raise self._foreign(f"it goes on after the {self.done} lines of the input")
+                    raise self._foreign(f"it goes on after the {counted(self.done, 'line')} of the input")
                 self._file.seek(self._end)
                 self._file.truncate()
             if first is not None:
@@ -82,6 +87,17 @@ class Results:
             self._end += len(content)
         self._count(result)
 
+    def summary(self, answered: int) -> list[str]:
+        """What is in the file, of which this run answered so many lines."""
+        lines = []
+        if numbers := self.failed_before:
+            named = ", ".join(map(str, numbers[:_NAMED])) + (" ..." if len(numbers) > _NAMED else "")
+            which = f"line{'' if len(numbers) == 1 else 's'} {named}"
+            lines.append(f"{self._out}: failed in an earlier run, and not tried again: {which}")
+        earlier = self.done - answered
+        there = f"; {earlier} {'was' if earlier == 1 else 'were'} there already" if earlier else ""
+        return [*lines, f"{self._out}: {counted(self.done, 'line')}, {self.failed} of them failed{there}"]
+
     def _holds(self, held: BinaryIO, line: Line, key: str) -> bool:
         """Whether the next result in the file is this line's; False where none is, or one that was cut off."""
         # Every result of this line begins with these bytes.
@@ -98,6 +114,8 @@ class Results:
             raise self._foreign(f"its line {self.done + 1} is not the result of line {line.number} there")
         self._end += len(text)
         self._count(result)
+        if "error" in result:
+            self.failed_before.append(line.number)
         return True
 
     def _foreign(self, found: str) -> UserError:

@@ -30,7 +30,7 @@ from qwen_onnx.cli.batch.output import Results
 from qwen_onnx.cli.completion import Completion, verify_for_template
 from qwen_onnx.cli.terminal.bar import progress_bar
 from qwen_onnx.cli.terminal.output import tell
-from qwen_onnx.errors import OutOfMemoryError, UserError, naming
+from qwen_onnx.errors import OutOfMemoryError, UserError, counted, naming
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Token
 from qwen_onnx.runners.generate import verify_batch
@@ -91,7 +91,7 @@ class _Item:
         request = chat.request(self.asked)
         found = Completion.of(self.prompt_ids, tokens, request, reason, begun=self.prompt_ids.begun)
         self.result = {**self.echoed, **found.reported(chat)}
-        if (cut := found.cut(request)) is not None:
+        if (cut := found.cut(chat, request)) is not None:
             self.result["error"] = cut
         self.new_tokens = len(tokens)
 
@@ -152,18 +152,16 @@ def complete_file(
             tell(f"interrupted: {results.done} done{failed}{then}")
             return 130
     if stats:
-        words = f"{results.done} lines, {results.failed} failed, {new_tokens} new tokens"
+        words = (
+            f"{counted(results.done, 'line')}, {results.failed} failed, {counted(new_tokens, 'new token')}"
+        )
         speed = new_tokens / (time.perf_counter() - started)
         tell(f"{words}, {speed:.1f} tokens/s, {chat.runner.describe()}")
     if options.out is not None:
-        earlier = results.done - answered
-        tell(
-            f"{options.out}: {results.done} lines, {results.failed} of them failed"
-            + (f"; {earlier} were there already" if earlier else "")
-        )
+        tell(*results.summary(answered))
     if results.failed:
         raise UserError(
-            f"{results.failed} of {results.done} lines could not be answered; the others are done"
+            f"{results.failed} of {counted(results.done, 'line')} could not be answered; the others are done"
         )
     return 0
 
@@ -217,8 +215,8 @@ def _together(chat: Chat, batch: Sequence[_Item]) -> Iterator[_Item]:
         left = [item for item in batch if item.result is None]
         if len(batch) == 1 and isinstance(error, OutOfMemoryError):
             raise  # it is none of the line's: to go on with, once there is memory
-        if len(batch) == 1:
-            batch[0].fail(error)
+        if len(batch) == 1:  # the line is named, not its place among prompts
+            batch[0].fail(UserError(str(error).removeprefix("prompts[0]: ")))
             yield from left
         else:  # one of them, or all are too many: each by itself
             for item in left:
@@ -242,6 +240,6 @@ def _bar(stream: BinaryIO, options: BatchOptions) -> Iterator[Callable[[Results,
 
         def show_results(results: Results, end: int) -> None:
             failed = f", {results.failed} failed" if results.failed else ""
-            show(end, size, f"{results.done} lines{failed}")
+            show(end, size, f"{counted(results.done, 'line')}{failed}")
 
         yield show_results

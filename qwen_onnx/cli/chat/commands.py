@@ -9,24 +9,27 @@ from qwen_onnx.errors import UserError
 
 HELP = """\
 /help              this list
-/reset             forget the conversation
+/reset             forget the conversation, and what was read for the next question
 /show              the conversation so far
 /read FILE         put a text file before the next question
-/system TEXT       begin anew under this system message; without TEXT, none
-/undo              forget the last question and its answer
+/system TEXT       begin anew under this system message; without TEXT, none but the template's
+/undo              forget the last question and its answer, and what was read for the next
 /retry             answer the last question anew
 /tool TEXT         give the result of the function that the model called
 /params            how tokens are chosen and what ends an answer
 /set NAME VALUE    change one of these; without VALUE, the model's own
 /save FILE         keep the conversation, and what was computed of it, in a file
 /load FILE         go on with a conversation that was saved
-/tokens TEXT       the tokens of a text; without TEXT, how many the conversation has
+/tokens TEXT       the tokens of a text; without TEXT, how many the conversation has as a prompt
 /stats             context used and left, speed of the last answer
 /quit              leave (so do /bye, Ctrl-D, and Ctrl-C twice)
 Lines between \"\"\" and \"\"\" are one message, and so is a line that ends in a backslash
 with the next. //text sends /text.
 Ctrl-C stops an answer and keeps the session."""
-COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
+_LISTED = [line.split() for line in HELP.splitlines() if line.startswith("/")]
+COMMANDS = tuple(name for name, *_ in _LISTED)
+ALONE = frozenset(name for name, following, *_ in _LISTED if not following.isupper())
+"""Commands that nothing comes after."""
 _ALIASES = {"/clear": "/reset", "/exit": "/quit", "/bye": "/quit"}
 OF_CHATS = ("/reset", "/show", "/read", "/system", "/undo", "/retry", "/tool", "/save", "/load")
 _COMMAND = re.compile(r"(/[A-Za-z_]+)(?:\s+(.*))?", re.DOTALL)
@@ -56,6 +59,12 @@ def parse_command(line: str) -> tuple[str, str]:
     found = _COMMAND.fullmatch(line.strip())
     name = found[1].lower() if found else ""
     return (_ALIASES.get(name, name), (found[2] or "").strip()) if found else ("", "")
+
+
+def verify_alone(command: str, text: str) -> None:
+    """Raises UserError for text after a command that takes none: it was meant to do something."""
+    if text and command in ALONE:
+        raise UserError(f"{command}: takes nothing after it; with //, the line goes to the model as it is")
 
 
 def file_argument(command: str, text: str) -> Path:

@@ -30,6 +30,7 @@ def read_plain(prompt: str) -> str:
     Raises:
         EOFError: at the end of stdin, or Ctrl-D.
         KeyboardInterrupt: Ctrl-C.
+        UnicodeError: bytes that are no text.
     """
     lines = []
     while True:
@@ -87,12 +88,12 @@ class LineReader:
 def as_typed(text: str) -> str:
     """What came from a terminal, a pipe or the command line, whose encoding did not know all of it.
 
-    Bytes that were passed through are UTF-8, as terminals send it; what is none stays as it is.
+    Bytes that were passed through are UTF-8, as terminals send it.
+
+    Raises:
+        UnicodeError: they are not.
     """
-    try:
-        return text.encode("utf-8", "surrogateescape").decode("utf-8")
-    except UnicodeError:
-        return text
+    return text.encode("utf-8", "surrogateescape").decode("utf-8")
 
 
 def can_edit() -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qwen_onnx.cli.chat import shown
-from qwen_onnx.cli.chat.commands import HELP, OF_CHATS, block, file_argument, parse_command
-from qwen_onnx.cli.chat.conversation import Conversation, with_room
+from qwen_onnx.cli.chat import commands, shown
+from qwen_onnx.cli.chat.conversation import Conversation
 from qwen_onnx.cli.chat.settings import changed
 from qwen_onnx.cli.completion import Completion, bounded, complete, verify_for_template
 from qwen_onnx.cli.terminal.output import answer, tell
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, counted
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Message, Token
 from qwen_onnx.runners.generate import verify_request
@@ -47,8 +46,6 @@ class Repl:
         self._print_token, self._end, self._break_off, self._report = print_token, end, break_off, report
         self._last: Completion | None = None
         self._conversation = Conversation(system)
-        self._before = ""
-        """What /read put before the next question."""
 
     def status(self) -> str:
         """The context in use, in a few characters."""
@@ -64,8 +61,8 @@ class Repl:
             except EOFError:
                 tell("")
                 return 0
-            except UnicodeDecodeError as error:
-                tell(f"error: what was typed is not {error.encoding} text")
+            except UnicodeError as error:
+                tell(f"error: what was typed is no text ({error})")
                 continue
             except KeyboardInterrupt:
                 if interrupted:
@@ -74,7 +71,7 @@ class Repl:
                 tell("", "(Ctrl-C again, or Ctrl-D, leaves)")
                 continue
             interrupted = False
-            if parse_command(line)[0] == "/quit":
+            if commands.parse_command(line)[0] == "/quit":
                 return 0
             try:
                 self._handle(line)
@@ -84,29 +81,28 @@ class Repl:
                 tell("", "(interrupted)")
 
     def _handle(self, line: str) -> None:
-        text = block(line)
-        command, rest = parse_command(line) if text is None else ("", "")
+        text = commands.block(line)
+        command, rest = commands.parse_command(line) if text is None else ("", "")
         if not line.strip() or text == "":
             return
-        if self._raw and command in OF_CHATS:
+        if self._raw and command in commands.OF_CHATS:
             raise UserError(f"{command} is for chats; --raw completes each text by itself")
+        commands.verify_alone(command, rest)
         match command:
             case "/help":
-                tell(*HELP.splitlines())
+                tell(*commands.HELP.splitlines())
             case "/reset":
                 self._reset()
             case "/show":
                 shown.show_messages(self._conversation.messages)
             case "/read":
-                self._read(file_argument(command, rest))
+                self._read(commands.file_argument(command, rest))
+            case "/tokens" if rest:
+                shown.show_tokens(self._chat, rest)
             case "/tokens":
-                self._tokens(rest)
+                shown.show_count(self._chat, self._count(self._conversation.messages))
             case "/system":
-                shown.verify_length(self._chat, rest)
-                self._conversation = Conversation(rest or None)
-                self._forget()
-                how = "under this system message" if rest else "without a system message"
-                tell(f"(the conversation begins anew, {how})")
+                self._system(rest)
             case "/undo":
                 self._undo()
             case "/retry":
@@ -118,9 +114,9 @@ class Repl:
             case "/set":
                 self._set(rest)
             case "/save":
-                self._save(file_argument(command, rest))
+                self._save(commands.file_argument(command, rest))
             case "/load":
-                self._load(file_argument(command, rest))
+                self._load(commands.file_argument(command, rest))
             case "/stats":
                 shown.show_stats(self._chat, self._last)
             case _ if self._raw:
@@ -140,38 +136,39 @@ class Repl:
         except UserError:  # a template that wants more than a system message
             self._chat.rewind([])
 
+    def _system(self, text: str) -> None:
+        shown.verify_length(self._chat, text)
+        read = self._conversation.forget_read()
+        self._conversation = Conversation(text or None)
+        self._forget()
+        how = (
+            "under this system message"
+            if text
+            else "with no system message but the chat template's, if it has one"
+        )
+        tell(f"(the conversation begins anew, {how}{read})")
+
     def _reset(self) -> None:
         turns = len(self._conversation.turns)
         kept = "; the system message stays" if self._conversation.system else ""
         self._conversation.reset()
-        self._before = ""
+        read = self._conversation.forget_read()
         self._forget()
-        tell(f"(forgot {turns} turn{'' if turns == 1 else 's'}{kept})")
+        tell(f"(forgot {counted(turns, 'turn')}{kept}{read})")
 
     def _undo(self) -> None:
-        held = self._conversation.unanswered or self._conversation.messages
-        question = next((message for message in reversed(held) if message["role"] == "user"), None)
-        done = self._conversation.undo()
+        question, read = self._conversation.undo(), self._conversation.forget_read()
         self._forget()
-        if not done or question is None:
-            tell("nothing to undo")
+        if question is None:
+            tell(f"nothing to undo{read}")
         else:
-            tell(
-                f"(forgot {shown.shortened(question)} and its answer; turns left: {len(self._conversation.turns)})"
-            )
+            left = f"turns left: {len(self._conversation.turns)}"
+            tell(f"(forgot {shown.shortened(question)} and its answer; {left}{read})")
 
     def _read(self, path: Path) -> None:
         text = shown.read_text(self._chat, path)
-        self._before = f"{self._before}{text}\n\n"
-        tell(f"(read {path}: {len(text):,} characters, which go before your next question)")
-
-    def _tokens(self, text: str) -> None:
-        if text:
-            shown.show_tokens(self._chat, text)
-        else:
-            messages = self._conversation.messages
-            count = self._count(messages) if messages else 0
-            tell(f"the conversation: {count} tokens of the context's {self._chat.runner.context_length}")
+        self._conversation.read += f"{text}\n\n"
+        tell(f"(read {path}: {counted(len(text), 'character')}, before your next question)")
 
     def _give(self, content: str) -> None:
         if self._conversation.messages[-1:] == self._conversation.system:
@@ -179,11 +176,11 @@ class Repl:
         self._ask({"role": "tool", "content": content})
 
     def _ask(self, message: Message) -> None:
-        if self._before and message["role"] == "user":
-            message = {**message, "content": f"{self._before}{message['content']}"}
-            self._before = ""
+        is_question = message["role"] == "user"
+        if is_question:
+            message = {**message, "content": f"{self._conversation.read}{message['content']}"}
         shown.verify_length(self._chat, str(message["content"]))
-        self._reply([*self._conversation.messages, message])
+        self._reply([*self._conversation.messages, message], takes_read=is_question)
 
     def _retry(self) -> None:
         if (question := self._conversation.question()) is None:
@@ -191,19 +188,15 @@ class Repl:
         else:
             self._reply(question)
 
-    def _reply(self, messages: list[Message]) -> None:
+    def _reply(self, messages: list[Message], *, takes_read: bool = False) -> None:
         """Answer these messages; they become the conversation once a token of it was seen."""
-        self._conversation.begin(messages)
+        self._conversation.begin(messages, takes_read=takes_read)
         length = self._chat.runner.context_length
-        if not self._shift and self._conversation.turns and self._count(messages) >= length:
-            raise UserError(f"the context of {length} tokens is full; /undo or /reset make room")
-        if self._shift:
-            room = min(int(bounded(self._chat, self._asked)["max_new_tokens"]), length // 4)
-            messages, dropped = with_room(messages, room, length, self._count)
-            if dropped:
-                what = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
-                tell(f"(the context of {length} tokens has no room for {room} more: {what} dropped)")
-                self._conversation.begin(messages)
+        room = min(int(bounded(self._chat, self._asked)["max_new_tokens"]), length // 4)
+        messages, dropped = self._conversation.make_room(room, length, self._count, shift=self._shift)
+        if dropped:
+            what = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
+            tell(f"(the context of {length} tokens has no room for {room} more: {what} dropped)")
         result = self._complete(messages)
         if result.token_ids:  # an interrupted answer stays as far as it came: the user saw it
             self._conversation.end(result.content)
@@ -226,7 +219,7 @@ class Repl:
 
     def _count(self, messages: Sequence[Message]) -> int:
         request = self._chat.request(self._asked)
-        return len(self._chat.prompt_ids(messages, **request.of_prompt))
+        return len(self._chat.prompt_ids(messages, **request.of_prompt)) if messages else 0
 
     def _set(self, rest: str) -> None:
         name, _, text = rest.partition(" ")
@@ -239,12 +232,19 @@ class Repl:
 
     def _save(self, path: Path) -> None:
         self._chat.save(path, messages=self._conversation.messages)
-        tell(f"saved {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
+        without = "; not what /read put before the next question" if self._conversation.read else ""
+        tell(f"saved {path}: {self._held()}{without}")
 
     def _load(self, path: Path) -> None:
         messages = self._chat.load(path)
+        read = self._conversation.forget_read()
         self._conversation = Conversation()
         self._conversation.messages = messages
-        tell(f"loaded {path}: {len(self._conversation.turns)} turns, {self._chat.context_used} tokens")
+        tell(f"loaded {path}: {self._held()}{read}")
         if turns := self._conversation.turns:
             shown.show_messages(messages[turns[-1] :])
+
+    def _held(self) -> str:
+        return (
+            f"{counted(len(self._conversation.turns), 'turn')}, {counted(self._chat.context_used, 'token')}"
+        )

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from qwen_onnx.cli.completion import Completion, bounded
 from qwen_onnx.cli.terminal.output import quote, tell
-from qwen_onnx.errors import UserError
+from qwen_onnx.errors import UserError, counted
 from qwen_onnx.options import Given
 from qwen_onnx.runners.chat import Chat, Message
+from qwen_onnx.runners.sampling.params import idle_note
 
 _SHORT = 60  # characters of a question that is named
 _LARGEST = 16 << 20  # bytes of a file that goes before a question
@@ -33,7 +34,15 @@ def show_tokens(chat: Chat, text: str) -> None:
     parts = (
         f"{token_id} {chat.tokenizer.decode([token_id], skip_special_tokens=False)!r}" for token_id in ids
     )
-    tell(f"{len(ids)} tokens", ", ".join(parts))
+    tell(counted(len(ids), "token"), ", ".join(parts))
+
+
+def show_count(chat: Chat, count: int) -> None:
+    """How many tokens the conversation is, and why /stats has another number."""
+    tell(
+        f"the conversation: {counted(count, 'token')} of the context's {chat.runner.context_length}, as a prompt "
+        f"that the next answer goes on from; {chat.context_used} are in the cache, as /stats counts"
+    )
 
 
 def show_params(chat: Chat, asked: Given) -> None:
@@ -42,6 +51,8 @@ def show_params(chat: Chat, asked: Given) -> None:
     tell(*request.describe().splitlines())
     if request.enable_thinking is not None:
         tell(f"think {'on' if request.enable_thinking else 'off'}")
+    if note := idle_note(chat.generation_config.given, asked):
+        tell(note)
     if ignored := chat.generation_config.ignored:
         tell(f"not supported, of generation_config.json: {', '.join(ignored)}")
 
@@ -49,7 +60,7 @@ def show_params(chat: Chat, asked: Given) -> None:
 def show_stats(chat: Chat, last: Completion | None) -> None:
     """The context used and left, and the speed of the last answer."""
     used, length = chat.context_used, chat.runner.context_length
-    tell(f"context: {used} tokens used, {length - used} left")
+    tell(f"context: {counted(used, 'token')} used, {length - used} left")
     if last is not None:
         ttft, speed = _number(last.ttft_ms), _number(last.tokens_per_s)
         tell(f"last answer: {ttft} ms to the first token, {speed} tokens/s")

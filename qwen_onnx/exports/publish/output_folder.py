@@ -23,7 +23,7 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
 
     Raises:
         UserError: `out` is a file, not empty (with `force`: not an earlier export alone), is or contains a folder
-            that is needed, lies inside `keep`, or lies where nothing can be written.
+            that is needed, lies inside `keep` or another export, or lies where nothing can be written.
     """
     real = resolved(out)
     try:
@@ -37,6 +37,8 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
             raise UserError(f"{out}: a file; choose another name")
         if keep is not None and keep.resolve() in real.parents:
             raise UserError(f"{out}: lies inside the model's folder {keep}; choose another place")
+        if outer := next((folder for folder in real.parents if (folder / MANIFEST_FILE).is_file()), None):
+            raise UserError(f"{out}: lies inside the export {outer}; choose another place")
         for name, folder in _needed_folders(keep).items():
             if folder == real or real in folder.parents:
                 raise UserError(f"{out}: is or contains {name}; choose another")
