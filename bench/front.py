@@ -10,9 +10,10 @@ compared with the checkpoint in f32. Speed is that of the same files, the engine
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import pydoc_data.topics
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,38 +107,41 @@ def make_models(model: Path, work: Path, python: Path) -> list[Entry]:
 
 
 def measured(model: Path, entries: list[Entry], work: Path, python: Path) -> list[Row]:
-    """Quality and size of each; no speed yet."""
+    """Quality and size of each, no speed yet; what is in the folder already is not measured again."""
     checkpoint = open_checkpoint(model)
     weights = sum(int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
     text = "\n\n".join(pydoc_data.topics.topics[name] for name in HELD_OUT)
     ids = np.array(Tokenizer.from_folder(model).encode(text), np.int64)
     windows = ids[: len(ids) // WINDOW * WINDOW].reshape(-1, WINDOW)
     np.save(work / "ids.npy", windows)
-    wanted = work / "wanted.f32"
-    with wanted.open("wb") as file:
-        for piece in checkpoint_logits(checkpoint, windows):
-            file.write(piece.tobytes())
+    wanted, logits = work / "wanted.f32", work / "found.f32"
     rows = []
     for entry in entries:
-        path = work / entry.path
-        if entry.engine == "ours":
-            found = export_logits(Runner(path, SessionOptions(provider="cpu")), windows)
-        else:
-            child = [
-                str(python),
-                str(HERE / "front_child.py"),
-                entry.engine,
-                str(path),
-                str(work / "ids.npy"),
-            ]
-            subprocess.run([*child, str(work / "found.f32")], check=True, capture_output=True)
-            found = pieces(work / "found.f32", checkpoint.config.vocab_size)
-        quality = compare(windows, pieces(wanted, checkpoint.config.vocab_size), found)
+        path, kept = work / entry.path, work / f"{entry.path}.quality.json"
+        if not kept.exists():
+            if not wanted.exists():
+                write(wanted, checkpoint_logits(checkpoint, windows))
+            if entry.engine == "ours":
+                found = export_logits(Runner(path, SessionOptions(provider="cpu")), windows)
+            else:
+                child = [str(python), str(HERE / "front_child.py"), entry.engine, str(path)]
+                quiet([*child, str(work / "ids.npy"), str(logits)])
+                found = pieces(logits, checkpoint.config.vocab_size)
+            quality = compare(windows, pieces(wanted, checkpoint.config.vocab_size), found)
+            kept.write_text(json.dumps(dataclasses.asdict(quality)))
+        quality = Quality(**json.loads(kept.read_text()))
         rows.append(Row(entry.name, entry, 8 * size_of(path) / weights, quality, []))
-        print(rows[-1], file=sys.stderr, flush=True)
-    for file in (wanted, work / "found.f32"):
-        file.unlink()
+        print(entry.name, f"KL {quality.kl:.4g}", file=sys.stderr, flush=True)
+    for file in (wanted, logits):
+        file.unlink(missing_ok=True)
     return rows
+
+
+def write(path: Path, logits: Iterator[np.ndarray]) -> None:
+    """All of them in a file: it is read once for each row of the table."""
+    with path.open("wb") as file:
+        for piece in logits:
+            file.write(piece.tobytes())
 
 
 def pieces(path: Path, vocab_size: int) -> Iterator[np.ndarray]:

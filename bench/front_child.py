@@ -7,6 +7,7 @@ python bench/front_child.py llama_cpp|genai MODEL IDS.npy OUT.f32
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ def genai(model: str, windows: np.ndarray) -> Iterator[np.ndarray]:
     session = onnxruntime.InferenceSession(
         str(Path(model) / "model.onnx"), providers=["CPUExecutionProvider"]
     )
+    decoder = json.loads((Path(model) / "genai_config.json").read_text())["model"]["decoder"]
     kinds = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(int32)": np.int32}
     for ids in windows:
         inputs = {}
@@ -55,7 +57,7 @@ def genai(model: str, windows: np.ndarray) -> Iterator[np.ndarray]:
             elif spec.name == "position_ids":
                 inputs[spec.name] = np.arange(len(ids), dtype=kinds[spec.type])[np.newaxis]
             else:
-                shape = [1 if i == 0 else 0 if isinstance(n, str) else n for i, n in enumerate(spec.shape)]
+                shape = (1, decoder["num_key_value_heads"], 0, decoder["head_size"])
                 inputs[spec.name] = np.zeros(shape, kinds[spec.type])
         yield session.run(["logits"], inputs)[0][0]
 

@@ -10,6 +10,9 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+# Workers have a core each: threads of NumPy's products would only wait for one another.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import pytest
 
@@ -62,3 +65,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration reads a tenth of its text, which takes a second less; the numbers that come of it are others."""
+    monkeypatch.setattr("qwen_onnx.exports.quantization.text.WINDOWS", 3)

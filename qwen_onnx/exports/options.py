@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # By measurement (bench/README.md).
 DEFAULT_BLOCK_SIZES = {"int8": (64, 32), "int4": (128, 64)}
 """Of layers and head."""
-_UNCALIBRATED_INT4 = (32, 32)
+_UNCALIBRATED_INT4 = (32, 16)
 _EXPORT, _QUANT, _OTHERS = "Export", "int8 and int4", "Other runtimes"
 
 
@@ -56,7 +56,7 @@ class ExportOptions(Options):
         None, OneOf(BITS), "Bits of embedding and head; default as the layers.", _QUANT
     )
     head_block_size: int | None = declare(
-        None, OneOf(BLOCK_SIZES), "Their block size; default int8 32, int4 64 (or 32).", _QUANT
+        None, OneOf(BLOCK_SIZES), "Their block size; default int8 32, int4 64 (or 16).", _QUANT
     )
     bits: float | None = declare(
         None, Number(4, 9), "Mean bits a weight, spent where they count.", _QUANT,

@@ -33,7 +33,7 @@ def test_one_screen_describes_the_manifest() -> None:
     assert told["model"] == "endless"
     assert told["kind"] == "Qwen2ForCausalLM, 3 layers, 2 key/value heads of 16, vocabulary 400"
     assert told["dtype"] == "f32"
-    assert told["context"] == "4096 tokens"
+    assert told["context"] == "4,096 tokens"
     assert told["end tokens"] == ", ".join(map(str, manifest.eos_token_ids))
     assert told["target"] == "onnxruntime"
     assert told["cache"] == f"{3 * 2 * 2 * 16 * 4:,} bytes a token in float32, on cpu and cuda"

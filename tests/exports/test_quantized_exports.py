@@ -222,6 +222,7 @@ def test_where_memory_is_short_one_graph_does_it_all(monkeypatch: pytest.MonkeyP
     assert_close(found[0], found[1], INT8_EDGE)
 
 
+@pytest.mark.usefixtures("few_windows")
 def test_a_head_in_more_bits_than_the_layers(tmp_path: Path) -> None:
     folder = export("tiny", tmp_path / "out", dtype="int4", head_bits=8).folder
     quantized = read_manifest(folder).quantized
@@ -232,6 +233,7 @@ def test_a_head_in_more_bits_than_the_layers(tmp_path: Path) -> None:
     assert ran.out == "The capital of France is Paris.\n"
 
 
+@pytest.mark.usefixtures("few_windows")
 def test_a_head_in_blocks_of_its_own(tmp_path: Path) -> None:
     """--head-block-size counts for embedding and head, --block-size for the layers."""
     ran = command(

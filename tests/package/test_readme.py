@@ -96,6 +96,7 @@ def test_readme_is_short_and_in_the_order_of_a_newcomer_s_questions() -> None:
     assert pictures == [
         "docs/pictures/checkpoint_to_text.svg",
         "docs/pictures/chat.svg",
+        "bench/front.png",
         "docs/pictures/web.png",
     ]
     assert text.index(pictures[0]) < text.index("## Two commands")

@@ -23,11 +23,11 @@ from support.tolerances import TRANSFORMERS_REAL, assert_close
 
 pytestmark = pytest.mark.real
 
-KL = {"f16": 1e-3, "bf16": 1e-2, "int8": 0.03}
-"""Mean KL divergence from f32 in nats; int4 has no bound here until its loss is what it should be."""
+KL = {"f16": 1e-3, "bf16": 1e-2, "int8": 0.012, "int4": 0.25}
+"""Mean KL divergence from f32 in nats; of llama.cpp q8_0 has 0.005 and q4_0 0.34."""
 KNOWN = 24
 """Right answers of f32: 25 were seen."""
-LOST = {"int8": 2}
+LOST = {"int8": 1, "int4": 3}
 """Answers that a dtype may lose of those that f32 has right."""
 TOOLS = [{"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {}}}]
 TURNS = [

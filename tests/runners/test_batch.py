@@ -195,7 +195,7 @@ def test_the_same_options_go_to_each_prompt() -> None:
     ("prompt", "options", "mentions"),
     [
         ([], {}, "prompts[1]: the prompt is empty"),
-        ([1] * 5000, {}, "prompts[1]: the prompt has 5000 tokens, the context holds 4096"),
+        ([1] * 5000, {}, "prompts[1]: the prompt has 5,000 tokens, the context holds 4096"),
         ([1, 400], {}, "prompts[1]: token id 400"),
         ([1, "x"], {}, "prompts[1]: a prompt is"),
         ("x", {"logit_bias": {399: 1}}, "prompts[1]: logit_bias of 399"),

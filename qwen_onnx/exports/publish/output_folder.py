@@ -37,11 +37,11 @@ def refuse_output(out: Path, *, force: bool = False, keep: Path | None = None) -
             raise UserError(f"{out}: a file; choose another name")
         if keep is not None and keep.resolve() in real.parents:
             raise UserError(f"{out}: lies inside the model's folder {keep}; choose another place")
-        if outer := next((folder for folder in real.parents if (folder / MANIFEST_FILE).is_file()), None):
-            raise UserError(f"{out}: lies inside the export {outer}; choose another place")
         for name, folder in _needed_folders(keep).items():
             if folder == real or real in folder.parents:
                 raise UserError(f"{out}: is or contains {name}; choose another")
+        if outer := next((folder for folder in real.parents if (folder / MANIFEST_FILE).is_file()), None):
+            raise UserError(f"{out}: lies inside the export {outer}; choose another place")
         nearest = next(folder for folder in real.parents if folder.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise UserError(f"{out}: nothing can be created in {nearest}; choose another place")

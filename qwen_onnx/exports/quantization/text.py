@@ -19,6 +19,7 @@ from qwen_onnx.runners.text.tokenizer import Tokenizer
 WINDOW, WINDOWS = 512, 32
 """Tokens that see each other, and how many times so many are read at most."""
 _ENOUGH = 10  # tokens for each input of the widest matrix: more change little
+_HELD_OUT = 1024  # tokens
 _FILE = "text.json"
 
 Windows = NDArray[np.int64]
@@ -65,9 +66,8 @@ def calibration_text(
 
 
 def held_out_ids(tokenizer: Tokenizer, template: ChatTemplate | None, *, context_length: int) -> Windows:
-    """Two windows or a little more of text that no calibration has seen, int64 [windows, tokens]."""
-    ids = _own("held_out", tokenizer, template)
-    return _windows(ids, min(WINDOW, context_length), len(ids))
+    """Windows of text that no calibration has seen, int64 [windows, tokens]."""
+    return _windows(_own("held_out", tokenizer, template), min(WINDOW, context_length), _HELD_OUT)
 
 
 def _own(part: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[int]:

@@ -44,6 +44,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+few_windows = pytest.mark.usefixtures("few_windows")
+
 # What is done survives a kill.
 
 
@@ -93,6 +95,7 @@ def test_what_was_done_of_something_else_is_done_anew(other: str, random: Checkp
     assert before["layer.0.safetensors"] != after["layer.0.safetensors"]
 
 
+@few_windows
 def test_ctrl_c_keeps_the_layers_and_an_error_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +121,7 @@ def test_ctrl_c_keeps_the_layers_and_an_error_does_not(
 # What it gains, and what is said of it.
 
 
+@few_windows
 def test_calibrated_is_nearer_to_the_checkpoint(tmp_path: Path) -> None:
     """In the same blocks, and the manifest says what was read."""
     found = {}
@@ -132,7 +136,7 @@ def test_calibrated_is_nearer_to_the_checkpoint(tmp_path: Path) -> None:
     auto, none = found["auto"], found["none"]
     assert auto.quality is not None
     assert none.quality is not None
-    assert auto.quality.kl < 0.6 * none.quality.kl
+    assert auto.quality.kl < 0.75 * none.quality.kl
     assert auto.quality.positions == none.quality.positions > 1000
     assert auto.quality.checkpoint_perplexity == none.quality.checkpoint_perplexity
     assert auto.calibration is not None
@@ -141,6 +145,7 @@ def test_calibrated_is_nearer_to_the_checkpoint(tmp_path: Path) -> None:
     assert command("check", tmp_path / "auto", "--against", "tiny").code == 0
 
 
+@few_windows
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     text = tmp_path / "own.txt"
     text.write_text("The owl sleeps by day. " * 600)
@@ -280,6 +285,7 @@ def test_the_estimate_of_the_head_is_what_its_error_makes(choices: tuple[Checkpo
     assert estimate == pytest.approx(exact, rel=0.05)
 
 
+@few_windows
 def test_an_export_with_a_budget_runs_and_says_what_each_part_got(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert command("export", "tiny", out, "--dtype", "int4", "--bits", "5.5").code == 0
@@ -294,6 +300,7 @@ def test_an_export_with_a_budget_runs_and_says_what_each_part_got(tmp_path: Path
     assert "to 4 bits" in said
 
 
+@few_windows
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -365,6 +372,7 @@ def test_true_is_read_as_true() -> None:
         )
 
 
+@few_windows
 def test_time_is_said_before_it_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, said in (
         (400.0, "about 7 minutes"),
