@@ -362,6 +362,8 @@ def test_relative_error(random: Checkpoint) -> None:
 def test_true_is_read_as_true() -> None:
     raw = {"bits": 4, "block_size": 32, "zero_points": True, "scales": "F16"}
     assert from_json(QuantConfig, raw) == QuantConfig(4, 32, True, "F16")
+    before_zero_points = {"bits": 4, "block_size": 64}
+    assert from_json(QuantConfig, before_zero_points) == QuantConfig(4, 64, False, "F32")
     for wrong in (1, "true", None):
         with pytest.raises(TypeError):
             from_json(QuantConfig, raw | {"zero_points": wrong})
