@@ -38,6 +38,7 @@ from qwen_onnx.exports.quantization.text import held_out_ids
 from qwen_onnx.exports.writer import Writer
 from qwen_onnx.memory import peak_memory
 from qwen_onnx.runners.runtime.integrity import sample
+from qwen_onnx.runners.runtime.machine import free_memory
 from qwen_onnx.runners.sampling.generation_config import generation_notes
 from qwen_onnx.runners.text.eos_ids import eos_ids
 from qwen_onnx.runners.text.template.chat_template import ChatTemplate
@@ -47,6 +48,7 @@ Progress = Callable[[int, int], None]
 """Told weight bytes written so far and in all."""
 
 _GOLDEN_FILE = "golden.json"
+_COPIES = 3  # of the weights, in memory: a session repacks them
 _PACKAGES = ("qwen-onnx", "numpy", "onnx", "onnx-ir", "onnxscript", "ml_dtypes")
 
 
@@ -147,6 +149,11 @@ def _with_quality(
     windows = held_out_ids(text.tokenizer, text.template, context_length=manifest.context_length)
     if not len(windows):
         return manifest, []
+    needed = _COPIES * sum(spec.size for name, spec in manifest.files.items() if is_weights(name))
+    if (free := free_memory()) < needed:
+        return manifest, [
+            f"quality: not measured: about {needed:,} bytes of memory are wanted, {free:,} are free"
+        ]
     quality = measure_quality(folder, checkpoint, windows)
     manifest = dataclasses.replace(manifest, quality=quality)
     write_manifest(folder, manifest)

@@ -67,9 +67,11 @@ def test_a_prompt_and_a_token_are_run_of_every_kind(
     monkeypatch.setattr(open_graph, "open_session", noted)
     made = export(model, tmp_path / "out", **options)
     assert steps[0] > 1
-    assert steps[1:] == [1]
-    assert lean
-    assert all(lean)
+    assert steps[1] == 1
+    measured = options.get("dtype") in ("int8", "int4")  # what quantizing cost, by a session as users have it
+    assert (len(steps) > 2) is measured
+    assert lean[0]
+    assert all(lean) is not measured
     assert not [note for note in made.notes if "not run" in note]
     steps.clear()
     export(model, tmp_path / "unchecked", check=False, **options)

@@ -217,7 +217,7 @@ def test_b6_bf16_never_passes_through_numpy(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({"dtype": "f16"}, {"F16"}, {"float16", "float32"}),
         ({"dtype": "f16", "target": "portable"}, {"F16"}, {"float16"}),
-        ({"dtype": "int8"}, {"U8", "F32"}, {"float16", "float32"}),
+        ({"dtype": "int8"}, {"U8", "F16", "F32"}, {"float16", "float32"}),
     ],
 )
 def test_b7_types_are_those_asked_for(

@@ -384,3 +384,14 @@ def test_time_is_said_before_it_is_spent(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(calibrated, "estimated_seconds", lambda *_, seconds=seconds: seconds)
         ran = command("export", "tiny", tmp_path / f"{seconds:.0f}", "--dtype", "int4", "--no-check")
         assert f"calibrating: {said} on this machine" in ran.err
+
+
+def test_nothing_is_measured_without_the_memory_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export is there all the same, and says what is missing."""
+    monkeypatch.setattr("qwen_onnx.exports.exporter.free_memory", lambda: 1000)
+    ran = command("export", "tiny", tmp_path / "out", "--dtype", "int8")
+    assert ran.code == 0
+    assert "quality: not measured: about" in ran.err
+    assert read_manifest(tmp_path / "out").quality is None
