@@ -44,8 +44,9 @@ def runs_in(manifest: Manifest, graph: GraphSpec) -> tuple[str, ...]:
     if "com.microsoft" not in graph.opsets:
         return STATIC
     # It has MatMulNBits, GatherBlockQuantized and GroupQueryAttention for f32, and neither FusedMatMul nor
-    # TensorScatter.
-    in_f32 = manifest.quantized and graph.lowering == "contrib" and "cpu" in graph.providers
+    # TensorScatter. Scales must be initializers: those that a graph casts from f16 are not.
+    scales = {config.scales for config in manifest.quantized.values()}
+    in_f32 = scales == {"F32"} and graph.lowering == "contrib" and "cpu" in graph.providers
     return (*CONTRIB, "OpenVINO") if in_f32 else CONTRIB
 
 

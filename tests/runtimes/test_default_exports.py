@@ -36,4 +36,4 @@ def test_graphs_load_where_info_says(name: str, dtype: str, tmp_path: Path) -> N
         wanted[graph.file] = NAMES[name] in runs_in(summary.manifest, graph)
         found[graph.file] = result.exists()
     assert found == wanted
-    assert True in wanted.values()
+    assert any(wanted.values()) is ((name, dtype) != ("openvino", "int8"))
