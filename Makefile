@@ -25,7 +25,7 @@ thorough: $(VENV)/installed-test
 		-m "(thorough or docs) and not transformers and not slow and not huge and not runtimes and not soak"
 
 # Compares with transformers, and runs what takes minutes or gigabytes.
-parity: $(VENV)/installed-parity
+parity: $(VENV)/installed-test $(VENV)/installed-parity
 	$(BIN)/python -m pytest -q -n auto -m "transformers or slow"
 
 # Damaged files, commands and texts, 77,000 of them, kill points and thousands of generations.
