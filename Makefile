@@ -82,13 +82,16 @@ wheel:
 		-m "not transformers and not slow and not huge and not runtimes and not fuzz and not soak and not docs and \
 		not thorough and not gpu_wheel"
 
-# The source archive, built and unpacked elsewhere, passes the tests that it brings.
+# The source archive, built and unpacked elsewhere, has every file of the tests and of what they need, the same bytes;
+# those that ask where files stand pass there.
+OF_ARCHIVE := .ci CHANGELOG.md LICENSE MANIFEST.in Makefile README.md bench docs pyproject.toml qwen_onnx tests
 sdist:
 	rm -rf build dist $(VENV)/source && $(PYTHON) -m venv $(VENV)/source/env
 	$(VENV)/source/env/bin/python -m pip install -q build
 	$(VENV)/source/env/bin/python -m build -q --sdist --outdir $(VENV)/source .
 	cd $(VENV)/source && tar xzf qwen_onnx-*.tar.gz --strip-components 1 --one-top-level=archive
-	cd $(VENV)/source/archive && $(MAKE) test
+	for part in $(OF_ARCHIVE); do diff -r -x __pycache__ $$part $(VENV)/source/archive/$$part || exit 1; done
+	cd $(VENV)/source/archive && $(MAKE) quick $(VENV)/installed-test && $(BIN)/python -m pytest -q -n auto tests/package
 
 # Needs access to the Hub: exports the real Qwen2.5-0.5B-Instruct in three dtypes and verifies what is known of it.
 smoke: $(VENV)/installed

@@ -204,8 +204,9 @@ def test_the_same_options_go_to_each_prompt() -> None:
 def test_a_wrong_row_is_named_before_any_compute(
     prompt: Any, options: Options, mentions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    chat = opened(endless())
     monkeypatch.setattr(Runner, "prefill", lambda *_: pytest.fail("computed"))
-    refused(together, opened(endless()), [[1], prompt, [2]], [{}, options, {}], mentions=(mentions,))
+    refused(together, chat, [[1], prompt, [2]], [{}, options, {}], mentions=(mentions,))
 
 
 def test_each_prompt_has_options() -> None:
